@@ -1,0 +1,1 @@
+"""Tests mirror the packages; `tests/benchmarks/` holds what is measured."""
