@@ -1,0 +1,83 @@
+"""From a pairing of views and a rank's slice to strided copies, for either direction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from converter.layout import Slice
+from converter.plan import StridedCopy
+from converter.tensors import StoredTensor, contiguous_strides
+from mappings.axes import AtomPlace, View
+from mappings.expand import Expansion, Pairing, expert_offset
+
+
+@dataclass(frozen=True, slots=True)
+class PairedBox:
+    """Equal elements of an HF tensor and of a rank's slice of a parameter: a box of `shape`, its offset and strides on each side (elements)."""
+
+    hf_offset: int
+    hf_strides: tuple[int, ...]
+    ms_offset: int
+    ms_strides: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def forward(self, source: StoredTensor) -> StridedCopy:
+        """HF -> MindSpore, from the HF tensor `source`."""
+        return StridedCopy(source, self.hf_offset, self.hf_strides, self.ms_offset, self.ms_strides, self.shape)
+
+    def backward(self, source: StoredTensor) -> StridedCopy:
+        """MindSpore -> HF, from the rank's slice `source`."""
+        return StridedCopy(source, self.ms_offset, self.ms_strides, self.hf_offset, self.hf_strides, self.shape)
+
+
+def paired_boxes(expansion: Expansion, pairing: Pairing, piece: Slice, hf_strides: tuple[int, ...]) -> Iterator[PairedBox]:
+    """The boxes that the slice `piece` of parameter `pairing.ms` shares with the HF tensor, whose axes have `hf_strides`.
+
+    Usually one box; a cut inside a composite axis can need up to three for each of its atoms. None when the slice is all padding.
+    """
+    ms_strides = contiguous_strides(piece.shape(expansion.parameters[pairing.ms].shape))
+    hf, ms = expansion.views(pairing, hf_strides, ms_strides)
+    places = {place.name: place for place in hf.atoms}
+    ms_start = expert_offset(pairing, expansion, ms_strides)
+    if piece.axis is not None:
+        ms_start -= piece.start * ms_strides[piece.axis]
+    for box in _boxes_of_slice(ms, piece):
+        kept = [(place, start, length) for place, start, length in box if place.name in places]
+        dims = [(place, length) for place, _, length in kept if length > 1]
+        yield PairedBox(
+            hf.offset + sum(start * places[place.name].stride for place, start, _ in kept),
+            tuple(places[place.name].stride for place, _ in dims),
+            ms_start + ms.offset + sum(start * place.stride for place, start, _ in kept),
+            tuple(place.stride for place, _ in dims),
+            tuple(length for _, length in dims),
+        )
+
+
+def _boxes_of_slice(ms: View, piece: Slice) -> Iterator[list[tuple[AtomPlace, int, int]]]:
+    """The slice as boxes: (atom, start, length) for every atom of the parameter."""
+    if piece.axis is not None and piece.start >= piece.stop:
+        return
+    cut = ms.axes[piece.axis] if piece.axis is not None else ()
+    whole = [(place, 0, place.size) for index, axis in enumerate(ms.axes) if index != piece.axis for place in axis]
+    ranges = boxes_of_range(tuple(place.size for place in cut), piece.start, piece.stop) if piece.axis is not None else [()]
+    for box in ranges:
+        yield [*whole, *((place, start, length) for place, (start, length) in zip(cut, box, strict=True))]
+
+
+def boxes_of_range(sizes: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
+    """The flat indices [start, stop) of an axis with these factors (row-major) as boxes of (start, length) per factor."""
+    if not sizes:
+        return [()]
+    inner = math.prod(sizes[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if start % inner == 0 and stop % inner == 0:
+        return [((first, stop // inner - first), *((0, size) for size in sizes[1:]))]
+    if first == last:
+        return [((first, 1), *rest) for rest in boxes_of_range(sizes[1:], start - first * inner, stop - first * inner)]
+    middle = (first + 1) * inner if start % inner else start
+    end = stop - stop % inner
+    boxes = boxes_of_range(sizes, start, middle) if start < middle else []
+    boxes += boxes_of_range(sizes, middle, end) if middle < end else []
+    return boxes + (boxes_of_range(sizes, end, stop) if end < stop else [])

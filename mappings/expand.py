@@ -1,0 +1,209 @@
+"""From a table and a model to concrete names: which HF tensor pairs with which parameter, for every layer and expert of *this* model.
+
+After expansion "missing" and "unexpected" are set differences, not guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mappings.axes import Axes, View
+from mappings.errors import Problem, Refused
+from mappings.names import fill, number_free, placeholders
+from mappings.parameters import Parameter
+from mappings.tables import PLACEHOLDER_ATOM, Drop, FamilyTable, Rule
+from model.config import ModelConfig
+
+MAX_NAMES = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """One part of one HF tensor equals one parameter (or, with `expert`, one slice of a stacked parameter), element by element."""
+
+    hf: str
+    ms: str
+    rule: Rule
+    label: str
+    expert: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterOfModel:
+    """A parameter of this model: its declaration, its true shape (uncut, unpadded), and its layer (None outside the layers)."""
+
+    name: str
+    parameter: Parameter
+    shape: tuple[int, ...]
+    layer: int | None
+
+
+@dataclass
+class Expansion:
+    """All names of one model on both sides.
+
+    `hf_shapes` are the HF tensors that must be there; `drops` and `duplicates` (name -> name that it repeats) those that may be.
+    """
+
+    table: FamilyTable
+    sizes: Mapping[str, int]
+    pairings: list[Pairing] = field(default_factory=list)
+    hf_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parameters: dict[str, ParameterOfModel] = field(default_factory=dict)
+    drops: dict[str, Drop] = field(default_factory=dict)
+    duplicates: dict[str, str] = field(default_factory=dict)
+    _views: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], tuple[View, View]] = field(default_factory=dict)
+
+    def views(self, pairing: Pairing, hf_strides: tuple[int, ...], ms_strides: tuple[int, ...]) -> tuple[View, View]:
+        """The two views that hold the same elements: of the HF tensor and of the parameter, for tensors with these strides.
+
+        The views' atoms have the same names; `{expert}` is not applied (`expert_offset`).
+        """
+        key = (id(pairing.rule), pairing.label, hf_strides, ms_strides)
+        if key not in self._views:
+            hf_axes, ms_axes = refined_axes(self.table, pairing.rule, pairing.label)
+            self._views[key] = (hf_axes.view(pairing.label, self.sizes, hf_strides), ms_axes.view("", self.sizes, ms_strides))
+        return self._views[key]
+
+    @property
+    def hf_names(self) -> Iterator[str]:
+        """Every HF name that the table knows for this model."""
+        yield from self.hf_shapes
+        yield from self.duplicates
+        yield from self.drops
+
+
+def refined_axes(table: FamilyTable, rule: Rule, label: str) -> tuple[Axes, Axes]:
+    """Both sides' layouts in common atoms."""
+    ms_axes = table.parameters[dict(rule.ms)[label]].axes
+    ms_axes = ms_axes.refined(set(rule.hf_axes.atoms(label)))
+    hf_axes = rule.hf_axes.refined(set(ms_axes.atoms()))
+    return hf_axes, ms_axes
+
+
+def expand(table: FamilyTable, config: ModelConfig, hf_config: Mapping[str, Any], present: Collection[str]) -> Expansion:
+    """Every name of this model. `present` (HF names in the file, prefix restored) decides between the spellings of a rule.
+
+    Raises Refused when a size that the table needs is not in the config, or when two rules meet on one tensor.
+    """
+    sizes = axis_sizes(table, config, hf_config)
+    expansion = Expansion(table, sizes)
+    written: dict[tuple[str, int | None], str] = {}
+    problems: list[Problem] = []
+    for rule in table.rules:
+        if table.holds(rule, config):
+            problems += _expand_rule(expansion, rule, config, hf_config, present, written)
+    _expand_drops(expansion, config)
+    _expand_duplicates(expansion, config)
+    if problems:
+        raise Refused("two rules meet on one tensor", problems[:20])
+    return expansion
+
+
+def axis_sizes(table: FamilyTable, config: ModelConfig, hf_config: Mapping[str, Any]) -> dict[str, int]:
+    """The model's axis sizes with the table's own. Raises Refused for a key that config.json lacks."""
+    sizes = config.axis_sizes()
+    problems = []
+    for name, value in table.axis_sizes:
+        size = hf_config.get(value) if isinstance(value, str) else value
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 40:
+            problems.append(Problem(f"axis {name!r} takes its size from {value!r}, which is {size!r}", table.where, "mend config.json or the table"))
+        else:
+            sizes[name] = size
+    if problems:
+        raise Refused("an axis has no size", problems)
+    return sizes
+
+
+def _expand_rule(
+    expansion: Expansion,
+    rule: Rule,
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    present: Collection[str],
+    written: dict[tuple[str, int | None], str],
+) -> Iterator[Problem]:
+    shape = rule.hf_axes.shape(expansion.sizes)
+    ms_shapes = {label: expansion.table.parameters[ms].axes.shape(expansion.sizes) for label, ms in rule.ms}
+    for layer in _layers(rule, config, hf_config, expansion.table):
+        for expert in range(config.experts) if "expert" in placeholders(rule.hf[0]) else [None]:
+            hf = _spelling(rule, layer, expert, present)
+            if hf in expansion.hf_shapes:
+                yield Problem(f"{hf!r} is named by two rules", expansion.table.where, "let their conditions or layer ranges exclude each other")
+            expansion.hf_shapes[hf] = shape
+            if len(expansion.hf_shapes) > MAX_NAMES:
+                raise Refused("the model has too many tensors", [Problem(f"more than {MAX_NAMES} names", expansion.table.where, "check layers and experts in config.json")])
+            for label, pattern in rule.ms:
+                ms = fill(pattern, layer=layer, expert=expert)
+                stacked = expert if "expert" not in placeholders(pattern) else None
+                if (ms, stacked) in written:
+                    yield Problem(f"{ms!r} is written from {written[ms, stacked]!r} and from {hf!r}", expansion.table.where, "let one rule write it")
+                written[ms, stacked] = hf
+                expansion.pairings.append(Pairing(hf, ms, rule, label, stacked))
+                if ms not in expansion.parameters:
+                    expansion.parameters[ms] = ParameterOfModel(ms, expansion.table.parameters[pattern], ms_shapes[label], layer)
+
+
+def _layers(rule: Rule, config: ModelConfig, hf_config: Mapping[str, Any], table: FamilyTable) -> Collection[int | None]:
+    if not rule.per_layer:
+        return [None]
+    limits = [config.layers if value is None else value for value in (rule.from_layer, rule.to_layer)]
+    numbers = [hf_config.get(value) if isinstance(value, str) else value for value in limits]
+    for value, number in zip(limits, numbers, strict=True):
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= config.layers:
+            raise Refused("a rule's layer range is not in the model", [Problem(f"{value!r} is {number!r}", f"{table.where}, {rule.hf[0]}", "mend the table")])
+    return range(*numbers)
+
+
+def _spelling(rule: Rule, layer: int | None, expert: int | None, present: Collection[str]) -> str:
+    names = [fill(pattern, layer=layer, expert=expert) for pattern in rule.hf]
+    return next((name for name in names if name in present), names[0])
+
+
+def _expand_drops(expansion: Expansion, config: ModelConfig) -> None:
+    for drop in expansion.table.drops:
+        for layer in range(config.layers) if "layer" in placeholders(drop.hf) else [None]:
+            name = fill(drop.hf, layer=layer)
+            if name not in expansion.hf_shapes:
+                expansion.drops[name] = drop
+
+
+def _expand_duplicates(expansion: Expansion, config: ModelConfig) -> None:
+    pairs = [(duplicate.hf, duplicate.of) for duplicate in expansion.table.duplicates]
+    if config.tied:
+        embedding = next((rule.hf[0] for rule in expansion.table.rules_with_role("embedding")), None)
+        pairs += [(rule.hf[0], embedding) for rule in expansion.table.rules_with_role("head") if embedding is not None]
+    for name, of in pairs:
+        for layer in range(config.layers) if "layer" in placeholders(name) else [None]:
+            original = fill(of, layer=layer)
+            if original in expansion.hf_shapes:
+                expansion.duplicates[fill(name, layer=layer)] = original
+
+
+def expert_offset(pairing: Pairing, expansion: Expansion, ms_strides: tuple[int, ...]) -> int:
+    """Where the slice of `pairing.expert` starts in the stacked parameter (elements); 0 for an ordinary pairing."""
+    if pairing.expert is None:
+        return 0
+    atom = PLACEHOLDER_ATOM["expert"]
+    _, ms = expansion.views(pairing, _no_strides(pairing.rule.hf_axes), ms_strides)
+    return pairing.expert * next(place.stride for place in ms.atoms if place.name == atom)
+
+
+def _no_strides(axes: Axes) -> tuple[int, ...]:
+    return (0,) * len(axes.items)
+
+
+def restore_prefix(table: FamilyTable, names: Collection[str]) -> dict[str, str]:
+    """Each name in the file -> its whole name in the table: base models are published without the prefix.
+
+    Done once, before the rules. A name that the table knows as it stands is left alone, and so is one that it does not know at all.
+    """
+    known = {number_free(pattern) for pattern in table.hf_patterns}
+    whole = {}
+    for name in names:
+        as_it_stands = number_free(name)
+        lacks_prefix = as_it_stands not in known and number_free(table.prefix + name) in known
+        whole[name] = table.prefix + name if lacks_prefix else name
+    return whole

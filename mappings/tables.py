@@ -1,0 +1,394 @@
+"""Rule tables: a model family as data. Loaded from TOML, validated whole, with the file, the rule and the mend of each mistake.
+
+A table has
+    family, description, architectures, prefix       what it serves; `prefix` is what a base model's file lacks ("transformer.")
+    [config]                                         how config.json becomes a ModelConfig (mappings/hf_config.py)
+    [axes]                                           sizes of axes of its own: a number, or { key = "a key of config.json" }
+    [[parameter]]                                    canonical parameters of its own, as in parameters.toml
+    [[rule]]                                         hf tensor = ms parameter(s)
+    [[drop]]                                         an hf tensor that is not carried, and why it may be dropped
+    [[duplicate]]                                    an hf tensor that must equal another; restored from it on the way back
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mappings.axes import REFINEMENTS, Axes, AxesError, parse_axes
+from mappings.errors import Problem, Refused
+from mappings.hf_config import ConfigSection, parse_config_section
+from mappings.names import MAX_NAME_LENGTH, PLACEHOLDERS, placeholders
+from mappings.parameters import Parameter, catalogue, parse_parameter
+from model.config import ModelConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_TABLE_BYTES = 1 << 20
+PLACEHOLDER_ATOM = {"expert": "experts"}
+CHECKS = ("inv_freq", "arange", "causal_mask", "masked_bias", "none")
+TABLE_KEYS = {"family", "description", "architectures", "prefix", "config", "axes", "parameter", "rule", "drop", "duplicate"}
+RULE_KEYS = {"hf", "hf_axes", "ms", "when", "from_layer", "to_layer"}
+CONDITIONS = {field.name for field in fields(ModelConfig) if field.type == "bool"}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The HF tensor `hf` (the first spelling that is in the file) holds, laid out as `hf_axes`, the canonical parameters `ms`.
+
+    `ms` maps each label of `hf_axes` ("" for a tensor of a single part) to a parameter's name. The rule holds when all ModelConfig
+    fields in `when` are true ("not x": false), for layers `from_layer` <= layer < `to_layer` (a number or a key of config.json).
+    """
+
+    hf: tuple[str, ...]
+    hf_axes: Axes
+    ms: tuple[tuple[str, str], ...]
+    when: tuple[str, ...] = ()
+    from_layer: int | str = 0
+    to_layer: int | str | None = None
+
+    @property
+    def per_layer(self) -> bool:
+        return "layer" in placeholders(self.hf[0])
+
+
+@dataclass(frozen=True)
+class Drop:
+    """An HF tensor that is derived from the config: listed in the report, not carried and not restored. `check` recomputes it."""
+
+    hf: str
+    why: str
+    check: str
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """An HF tensor that some files hold a second time under another name; its bytes must equal those of `of`."""
+
+    hf: str
+    of: str
+
+
+@dataclass(frozen=True)
+class FamilyTable:
+    """A validated table. `text` is its TOML, which travels in the manifest; `parameters` is the catalogue with the table's own."""
+
+    family: str
+    description: str
+    architectures: tuple[str, ...]
+    prefix: str
+    config: ConfigSection
+    axis_sizes: tuple[tuple[str, int | str], ...]
+    rules: tuple[Rule, ...]
+    drops: tuple[Drop, ...]
+    duplicates: tuple[Duplicate, ...]
+    parameters: Mapping[str, Parameter]
+    text: str
+    where: str
+
+    def holds(self, rule: Rule, config: ModelConfig) -> bool:
+        """Whether the rule's conditions hold for this model. A tied head is no parameter of its own."""
+        if config.tied and any(self.parameters[name].role == "head" for _, name in rule.ms):
+            return False
+        return all(getattr(config, name.removeprefix("not ")) != name.startswith("not ") for name in rule.when)
+
+    @property
+    def hf_patterns(self) -> tuple[str, ...]:
+        """Every HF name pattern of the table, dropped and duplicate ones too."""
+        return (*(name for rule in self.rules for name in rule.hf), *(drop.hf for drop in self.drops), *(item.hf for item in self.duplicates))
+
+    def rules_with_role(self, role: str) -> tuple[Rule, ...]:
+        return tuple(rule for rule in self.rules if any(self.parameters[name].role == role for _, name in rule.ms))
+
+
+def load_table(path: Path) -> FamilyTable:
+    """Read a user's table. Raises Refused with every mistake."""
+    try:
+        if path.stat().st_size > MAX_TABLE_BYTES:
+            raise Refused("not a rule table", [Problem("larger than 1 MiB", str(path), "give a TOML rule table")])
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused("the rule table cannot be read", [Problem(str(error), str(path), "give a TOML rule table with --rules FILE")]) from error
+    return parse_table(text, str(path))
+
+
+def bundled_families() -> tuple[str, ...]:
+    """The names of the families that come with the package."""
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in files("mappings").joinpath("families").iterdir() if entry.name.endswith(".toml")))
+
+
+def bundled_table(family: str) -> FamilyTable:
+    """The bundled table of a family. Raises Refused for an unknown one."""
+    if family not in bundled_families():
+        raise Refused(f"no bundled rule table {family!r}", [Problem(f"known: {', '.join(bundled_families())}", mend="or give your own with --rules FILE")])
+    text = files("mappings").joinpath("families", f"{family}.toml").read_text(encoding="utf-8")
+    return parse_table(text, f"families/{family}.toml")
+
+
+def parse_table(text: str, where: str) -> FamilyTable:
+    """Validate the text of a table. Raises Refused with every mistake: file, rule, mend."""
+    try:
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise Refused("the rule table is not valid TOML", [Problem(str(error), where, "mend the TOML")]) from error
+    return _TableReader(data, text, where).read()
+
+
+class _TableReader:
+    """Collects the problems of one table while reading it."""
+
+    def __init__(self, data: dict[str, Any], text: str, where: str) -> None:
+        self.data, self.text, self.where = data, text, where
+        self.problems: list[Problem] = []
+        self.parameters: dict[str, Parameter] = dict(catalogue())
+        self.own_axes: dict[str, int | str] = {}
+
+    def wrong(self, what: str, mend: str, place: str = "") -> None:
+        self.problems.append(Problem(what, f"{self.where}, {place}" if place else self.where, mend))
+
+    def read(self) -> FamilyTable:
+        for key in sorted(set(self.data) - TABLE_KEYS):
+            self.wrong(f"unknown key {key!r}", f"known: {', '.join(sorted(TABLE_KEYS))}")
+        family = self.string("family", required=True)
+        architectures = self.strings(self.data.get("architectures"), "architectures", "", 'write architectures = ["LlamaForCausalLM"]')
+        config = self.config_section()
+        self.read_axes()
+        self.each("parameter", self.parameter)
+        rules = self.each("rule", self.rule)
+        drops = self.each("drop", self.drop)
+        duplicates = self.each("duplicate", self.duplicate)
+        self.check_names(rules, drops, duplicates)
+        if self.problems or config is None:
+            raise Refused(f"the rule table {self.where} has {len(self.problems)} mistake{'s' if len(self.problems) != 1 else ''}", self.problems)
+        return FamilyTable(
+            family, self.string("description"), architectures, self.string("prefix"), config, tuple(self.own_axes.items()),
+            tuple(rules), tuple(drops), tuple(duplicates), self.parameters, self.text, self.where,
+        )  # fmt: skip
+
+    def string(self, key: str, required: bool = False) -> str:
+        value = self.data.get(key, "")
+        if not isinstance(value, str) or (required and not value):
+            self.wrong(f"{key!r} is missing or not a text", f'write {key} = "..."')
+            return ""
+        return value
+
+    def strings(self, value: Any, key: str, place: str, mend: str) -> tuple[str, ...]:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or not values or not all(isinstance(item, str) and 0 < len(item) <= MAX_NAME_LENGTH for item in values):
+            self.wrong(f"{key!r} is missing or not a name", mend, place)
+            return ()
+        return tuple(values)
+
+    def config_section(self) -> ConfigSection | None:
+        section = self.data.get("config")
+        if not isinstance(section, dict):
+            self.wrong("[config] is missing", "say how config.json becomes a ModelConfig, as the bundled tables do")
+            return None
+        try:
+            return parse_config_section(section, self.where)
+        except Refused as error:
+            self.problems += error.problems
+            return None
+
+    def read_axes(self) -> None:
+        entries = self.data.get("axes", {})
+        for name, value in entries.items() if isinstance(entries, dict) else []:
+            key = value.get("key") if isinstance(value, dict) and set(value) == {"key"} else value
+            if isinstance(key, bool) or not isinstance(key, (int, str)) or (isinstance(key, int) and key < 1):
+                self.wrong(f"axis {name!r} has no size", f'write {name} = 128 or {name} = {{ key = "a_key_of_config_json" }}', "[axes]")
+            else:
+                self.own_axes[name] = key
+        if not isinstance(entries, dict):
+            self.wrong("[axes] is not a table", 'write [axes] and then name = 128 or name = { key = "..." }')
+
+    def each(self, key: str, read: Callable[[dict[str, Any], str], T | None]) -> list[T]:
+        entries = self.data.get(key, [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            self.wrong(f"{key!r} is not a list of tables", f"write [[{key}]] before each")
+            return []
+        found = []
+        for index, entry in enumerate(entries, start=1):
+            name = entry.get("hf") or entry.get("name") or "?"
+            item = read(entry, f"{key} {index} ({str(name)[:100]})")
+            if item is not None:
+                found.append(item)
+        return found
+
+    def parameter(self, entry: dict[str, Any], place: str) -> Parameter | None:
+        parameter, problems = parse_parameter(entry, f"{self.where}, {place}")
+        self.problems += problems
+        if parameter is None:
+            return None
+        if parameter.name in self.parameters:
+            self.wrong("this parameter is in the catalogue already", "take another name, or leave the entry out", place)
+        self.check_atoms(parameter.axes, place)
+        self.parameters[parameter.name] = parameter
+        return parameter
+
+    def check_atoms(self, axes: Axes, place: str) -> None:
+        known = KNOWN_ATOMS | set(self.own_axes)
+        for name in sorted(axes.all_atoms() - known):
+            self.wrong(f"unknown axis {name!r} in {str(axes)!r}", f"known: {', '.join(sorted(known))}; give others a size in [axes]", place)
+
+    def check_keys(self, entry: dict[str, Any], known: set[str], place: str) -> None:
+        for key in sorted(set(entry) - known):
+            self.wrong(f"unknown key {key!r}", f"known: {', '.join(sorted(known))}", place)
+
+    def hf_names(self, entry: dict[str, Any], place: str) -> tuple[str, ...]:
+        names = self.strings(entry.get("hf"), "hf", place, 'write hf = "model.layers.{layer}.mlp.up_proj.weight"')
+        for name in names:
+            for placeholder in placeholders(name):
+                if placeholder not in PLACEHOLDERS:
+                    self.wrong(f"unknown placeholder {{{placeholder}}} in {name!r}", "use {layer} or {expert}", place)
+        if len({placeholders(name) for name in names}) > 1:
+            self.wrong("the spellings of hf have different placeholders", "let every spelling have the same", place)
+        return names
+
+    def rule(self, entry: dict[str, Any], place: str) -> Rule | None:
+        before = len(self.problems)
+        self.check_keys(entry, RULE_KEYS, place)
+        names = self.hf_names(entry, place)
+        targets = self.targets(entry.get("ms"), place)
+        when = self.conditions(entry.get("when", []), place)
+        layers = self.layer_range(entry, place)
+        if len(self.problems) > before:
+            return None
+        axes = self.rule_axes(entry.get("hf_axes"), names, targets, place)
+        if axes is None:
+            return None
+        self.check_placeholders(names[0], targets, place)
+        self.check_pairing(axes, names[0], targets, place)
+        return Rule(names, axes, tuple(targets.items()), when, *layers)
+
+    def targets(self, value: Any, place: str) -> dict[str, str]:
+        targets = {"": value} if isinstance(value, str) else value
+        if not isinstance(targets, dict) or not targets or not all(isinstance(name, str) for name in targets.values()):
+            self.wrong("'ms' is missing or not a name", 'write ms = "final_norm.gamma", or ms = { q = "...", k = "..." } with one name per label', place)
+            return {}
+        for name in targets.values():
+            if name not in self.parameters:
+                self.wrong(f"{name!r} is no canonical parameter", "see mappings/parameters.toml for the names, or declare it in a [[parameter]] of this table", place)
+        return targets
+
+    def conditions(self, value: Any, place: str) -> tuple[str, ...]:
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            self.wrong("'when' is not a condition", 'write when = "qkv_bias" or when = ["qkv_bias", "not tied"]', place)
+            return ()
+        for name in names:
+            if name.removeprefix("not ") not in CONDITIONS:
+                self.wrong(f"unknown condition {name!r}", f"use a yes/no field of ModelConfig: {', '.join(sorted(CONDITIONS))}", place)
+        return tuple(names)
+
+    def layer_range(self, entry: dict[str, Any], place: str) -> tuple[int | str, int | str | None]:
+        start, stop = entry.get("from_layer", 0), entry.get("to_layer")
+        for value in (start, stop):
+            if isinstance(value, bool) or not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and value < 0):
+                self.wrong(f"{value!r} is no layer number", 'write from_layer = 3, or from_layer = "a_key_of_config_json"', place)
+        return start, stop
+
+    def rule_axes(self, text: Any, names: tuple[str, ...], targets: dict[str, str], place: str) -> Axes | None:
+        if text is None and set(targets) == {""}:
+            axes = self.parameters[targets[""]].axes
+            fixed = _fixed_atoms(names[0], targets[""])
+            return Axes(tuple(item for item in axes.items if str(item) not in fixed))
+        if not isinstance(text, str):
+            self.wrong("'hf_axes' is missing: it says how the parts lie in the hf tensor", 'for example hf_axes = "hidden [q: heads head_dim | k: ...]"', place)
+            return None
+        try:
+            axes = parse_axes(text)
+        except AxesError as error:
+            self.wrong(str(error), 'for example hf_axes = "hidden (heads head_dim)"', place)
+            return None
+        before = len(self.problems)
+        self.check_atoms(axes, place)
+        return axes if len(self.problems) == before else None
+
+    def check_placeholders(self, hf: str, targets: dict[str, str], place: str) -> None:
+        for ms in targets.values():
+            lost = set(placeholders(ms)) - set(placeholders(hf))
+            loose = {name for name in set(placeholders(hf)) - set(placeholders(ms)) if name not in PLACEHOLDER_ATOM}
+            if lost or loose:
+                self.wrong(f"{{{(lost | loose).pop()}}} is not on both sides", f"let {hf!r} and {ms!r} have the same placeholders", place)
+
+    def check_pairing(self, axes: Axes, hf: str, targets: dict[str, str], place: str) -> None:
+        if set(axes.labels) != set(targets):
+            self.wrong(f"hf_axes has the labels {axes.labels}, ms has {tuple(targets)}", "name every part on both sides", place)
+            return
+        for label, ms in targets.items():
+            ours = set(self.parameters[ms].axes.refined(set(axes.atoms(label))).all_atoms()) - _fixed_atoms(hf, ms)
+            theirs = set(axes.refined(ours).atoms(label))
+            if ours != theirs:
+                what = f"the hf side has the axes {' '.join(sorted(theirs))}, the ms side ({ms}) has {' '.join(sorted(ours))}"
+                self.wrong(what, f"let both name the same axes; {ms} is {str(self.parameters[ms].axes)!r}", place)
+
+    def drop(self, entry: dict[str, Any], place: str) -> Drop | None:
+        self.check_keys(entry, {"hf", "why", "check"}, place)
+        names = self.hf_names(entry, place)
+        why, check = entry.get("why"), entry.get("check", "none")
+        if not isinstance(why, str) or not why:
+            self.wrong("'why' is missing: nothing is dropped without a reason", 'write why = "derived from rope_theta"', place)
+        if check not in CHECKS:
+            self.wrong(f"unknown check {check!r}", f"known: {', '.join(CHECKS)}", place)
+        return Drop(names[0], str(why), str(check)) if names else None
+
+    def duplicate(self, entry: dict[str, Any], place: str) -> Duplicate | None:
+        self.check_keys(entry, {"hf", "of"}, place)
+        names = self.hf_names(entry, place)
+        of = self.strings(entry.get("of"), "of", place, 'write of = "the hf name that it repeats"')
+        return Duplicate(names[0], of[0]) if names and of else None
+
+    def check_names(self, rules: list[Rule], drops: list[Drop], duplicates: list[Duplicate]) -> None:
+        seen: dict[str, str] = {}
+        everything = [*[(rule.hf, "rule") for rule in rules], *[((drop.hf,), "drop") for drop in drops], *[((d.hf,), "duplicate") for d in duplicates]]
+        for names, kind in everything:
+            for name in names:
+                if name in seen and not _exclusive(name, rules):
+                    self.wrong(f"{name!r} stands in a {seen[name]} and in a {kind}", "each hf tensor has one fate: leave one out")
+                seen[name] = kind
+        for duplicate in duplicates:
+            if not any(duplicate.of in rule.hf for rule in rules):
+                self.wrong(f"duplicate of {duplicate.of!r}, which no rule names", "let 'of' be the hf name of a rule")
+        self.check_targets(rules)
+
+    def check_targets(self, rules: list[Rule]) -> None:
+        written: dict[str, list[Rule]] = {}
+        for rule in rules:
+            for _, ms in rule.ms:
+                written.setdefault(ms, []).append(rule)
+        for ms, writers in written.items():
+            if len(writers) > 1 and not _all_exclusive(writers):
+                self.wrong(f"{ms!r} is written by {len(writers)} rules", "leave one out, or let 'when' or the layers tell them apart")
+
+
+KNOWN_ATOMS = {atom for parameter in catalogue().values() for atom in parameter.axes.all_atoms()} | {name for parts in REFINEMENTS.values() for name in parts}
+
+
+def _fixed_atoms(hf: str, ms: str) -> set[str]:
+    """Atoms of the ms side whose index the hf tensor's name gives: `{expert}` in the name picks one of `experts`."""
+    return {PLACEHOLDER_ATOM[name] for name in placeholders(hf) if name in PLACEHOLDER_ATOM and name not in placeholders(ms)}
+
+
+def _exclusive(name: str, rules: list[Rule]) -> bool:
+    return _all_exclusive([rule for rule in rules if name in rule.hf])
+
+
+def _all_exclusive(rules: list[Rule]) -> bool:
+    """Whether no two rules can hold for the same layer: opposite conditions, or layer ranges that differ (checked again on expansion)."""
+    if len(rules) < 2:
+        return False
+    for index, first in enumerate(rules):
+        for second in rules[index + 1 :]:
+            opposite = any(f"not {name}" in second.when or f"not {name}".removeprefix("not not ") in second.when for name in first.when)
+            if not opposite and (first.from_layer, first.to_layer) == (second.from_layer, second.to_layer):
+                return False
+    return True
