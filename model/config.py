@@ -78,10 +78,11 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    tied: bool = False
+    head: bool = True  # decoders: an output head over the vocabulary; False for a base class such as LlamaModel
+    tied: bool = False  # the head (decoder) or the MLM head's decoder (encoder) shares the token embedding; False where there is no head
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     scale_by_layer: bool = False  # GPT-2's scale_attn_by_inverse_layer_idx: scores of layer i are divided by i + 1
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # a token sees this many positions, itself included: key > query - sliding_window
     sliding_layers: tuple[int, ...] = ()  # the layers that use the window
     token_types: int = 0
     pooler: bool = False
@@ -129,7 +130,7 @@ class ModelConfig:
         unknown = sorted(set(data) - known)
         if unknown:
             raise ValueError(f"unknown model fields: {', '.join(unknown)}")
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         if values.get("rope"):
             rope = dict(values["rope"])
             if rope.get("scaling"):
