@@ -26,6 +26,7 @@ from tests.real_models import REPOSITORY, smollm2_folder
 
 MARK = ".made-by-the-demo"
 WEIGHTS = {".safetensors", ".bin"}
+INDEXES = {"model.safetensors.index.json", "pytorch_model.bin.index.json"}
 PROMPT = "The capital of France is"
 
 
@@ -81,6 +82,7 @@ def compare(source: Path, back: Path) -> None:
     import torch
 
     before, after = dict(_tensors(source)), dict(_tensors(back))
+    shards = {file: names for file, names in _safetensors_names(source).items() if names & after.keys()}
     extra, missing = sorted(after.keys() - before.keys()), sorted(before.keys() - after.keys())
     _require(not extra, f"tensors that the source does not have: {extra}")
     nbytes = 0
@@ -94,7 +96,16 @@ def compare(source: Path, back: Path) -> None:
     if missing:
         _require(_loads_the_same(source, back), f"tensors that Transformers needs are missing: {missing}")
         print(f"{len(missing)} not restored, and not needed by Transformers: {', '.join(missing)}")
+    if shards:
+        _require({file: names & after.keys() for file, names in shards.items()} == _safetensors_names(back), "tensors changed their file")
+        print(f"{len(shards)} weight files: the same tensors in each ({', '.join(shards)})")
     _compare_side_files(source, back)
+
+
+def _safetensors_names(folder: Path) -> dict[str, set[str]]:
+    from safetensors import safe_open
+
+    return {path.name: set(safe_open(path, framework="pt").keys()) for path in sorted(folder.glob("*.safetensors"))}
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -121,14 +132,12 @@ def _compare_side_files(source: Path, back: Path) -> None:
 
 
 def _side_files(folder: Path) -> set[str]:
-    """All files but the weights and what lies in hidden folders, by path. PyTorch files come back as safetensors: their index is none."""
+    """All files but the weights, their index (its content follows from them) and what lies in hidden folders, by their path."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {
         name.as_posix()
         for name in names
-        if name.suffix not in WEIGHTS
-        and not name.name.startswith("pytorch_model")
-        and not any(parent.startswith(".") for parent in name.parts[:-1])
+        if name.suffix not in WEIGHTS and name.name not in INDEXES and not any(parent.startswith(".") for parent in name.parts[:-1])
     }
 
 
@@ -164,7 +173,7 @@ def say_something(folder: Path) -> None:
         output = model(ids)[0]
     _require(bool(output.isfinite().all()), "the outputs are not finite")
     if tokenizer and model.can_generate():
-        text = tokenizer.decode(model.generate(ids, max_new_tokens=24, do_sample=False)[0], skip_special_tokens=True)
+        text = tokenizer.decode(model.generate(ids, max_new_tokens=12, do_sample=False)[0], skip_special_tokens=True)
         print(f"{type(model).__name__} says: {text!r}")
     else:
         print(f"{type(model).__name__} gives an output of shape {tuple(output.shape)}, mean {output.mean():.4f}")

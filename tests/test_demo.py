@@ -96,3 +96,16 @@ def test_pytorch_files_are_compared_with_the_safetensors_files_that_come_back(so
 def test_a_model_without_a_tokenizer_runs_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     say_something(save_tiny(tmp_path / "model", "bert"))
     assert "output of shape (1, 8, 64)" in capsys.readouterr().out
+
+
+def test_a_tensor_in_another_shard_is_seen(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "llama-gqa", max_shard_size="300KB")
+    back = tmp_path / "back"
+    shutil.copytree(source, back)
+    first, second = sorted(back.glob("*.safetensors"))[:2]
+    moved, kept = load_file(second), load_file(first)
+    name, tensor = moved.popitem()
+    save_file(moved, second)
+    save_file(kept | {name: tensor}, first)
+    with pytest.raises(DemoFailed, match="changed their file"):
+        compare(source, back)
