@@ -184,7 +184,8 @@ def _tensor(name: str, entry: Mapping[str, object], start: int, path: Path) -> S
         return f"an entry with the keys {sorted(map(quoted, entry))}, not with dtype, shape and data_offsets"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
-        return f"the type {quoted(str(dtype))} is not known here; known are {', '.join(ITEM_SIZE)}"
+        said = quoted(dtype) if isinstance(dtype, str) else "that is no text"
+        return f"the type {said} is not known here; known are {', '.join(ITEM_SIZE)}"
     if not isinstance(shape, list) or not isinstance(offsets, list):
         return "shape or data_offsets is not a list"
     if problem := shape_problem(shape):

@@ -7,7 +7,8 @@ Source: mindspore/train/node_strategy_pb2.py, read by mindspore/parallel/_parall
     ParallelLayoutItem   { param_name = 1; ParallelLayouts = 2 { dev_matrix = 1; tensor_map = 2; param_split_shape = 3; indices_offset = 4;
                            field = 5; opt_weight_shard_step = 6; opt_weight_shard_size = 7 } }
 
-The first four of a layout are repeated messages { repeated dim = 1 }, of which MindSpore writes and reads one.
+The first four of a layout are repeated messages { repeated dim = 1 }. MindSpore writes one of each; two tensor_maps would mean an axis
+that is cut along two axes of the devices, which is not supported here.
 `merge_pipeline_strategys` takes a file's stage from its first ParallelStrategyItem, so that there must be one.
 """
 
@@ -57,9 +58,14 @@ class ParameterLayout:
 def write_strategy(layouts: Sequence[ParameterLayout], stage: int) -> bytes:
     """The strategy file of pipeline stage `stage`. Every parameter of the stage needs a layout: MindSpore drops others without a word.
 
-    Raises Refused for layouts that contradict themselves, and for none at all (MindSpore refuses such a file).
+    Raises Refused for layouts that contradict themselves, names with a dash, and no layout at all: MindSpore cannot use such files.
     """
-    _check(layouts, "the strategy file to be written")
+    where = "the strategy file to be written"
+    _check(layouts, where)
+    dashed = [layout.name for layout in layouts if "-" in layout.name]
+    if dashed:
+        what = "a name with a dash, which MindSpore's tools take for the end of a pipeline stage's number"
+        raise Refused(what, [Problem(what, f"{where}: {quoted(name)}", "rename the parameter") for name in dashed[:20]])
     strategys = integer_field(1, stage)
     item = bytes_field(1, f"stage_{stage}".encode()) + bytes_field(2, strategys)
     return integer_field(1, _CURRENT_STAGE) + bytes_field(2, item) + b"".join(bytes_field(3, _layout_item(layout)) for layout in layouts)
@@ -83,7 +89,7 @@ def _layout_item(layout: ParameterLayout) -> bytes:
 def read_strategy(data: bytes, where: str = "strategy file") -> tuple[int, list[ParameterLayout]]:
     """The stage and the layouts of a strategy file, `where` being its name for messages; a merged file gives the first of its stages.
 
-    Raises Refused for what is no strategy file, has no layout, contradicts itself, or cuts unevenly (a split shape, an offset or a field).
+    Raises Refused for what is no strategy file, has no layout, contradicts itself, or cuts a parameter unevenly or one axis of it twice.
     """
     if len(data) > MAX_STRATEGY_FILE:
         raise refuse(f"a strategy file of {len(data)} bytes ({MAX_STRATEGY_FILE} at most)", where, _BROKEN)
@@ -93,12 +99,13 @@ def read_strategy(data: bytes, where: str = "strategy file") -> tuple[int, list[
     try:
         for field in fields(source, 0, len(data)):
             if field.number == 2:
+                _text(source, _one(source, field, 1))
                 stages.append(_integer(source, _one(source, field, 2), 1))
             elif field.number == 3:
                 layouts.append(_read_layout(source, field))
             elif field.number != 1:
                 raise WireError(f"field {field.number} at byte {field.start} is not of a strategy file")
-        if not stages:
+        if not stages or not 0 <= stages[0] < _INT32:
             raise WireError("it does not say its pipeline stage")
     except WireError as error:
         raise refuse(f"not a MindSpore strategy file, or a damaged one: {error}", where, _BROKEN) from error
@@ -107,18 +114,24 @@ def read_strategy(data: bytes, where: str = "strategy file") -> tuple[int, list[
 
 
 def _read_layout(source: BytesSource, item: Field) -> ParameterLayout:
-    name = _one(source, item, 1)
+    name = _text(source, _one(source, item, 1))
     layouts = _one(source, item, 2)
-    if name.wire != LENGTH or layouts.wire != LENGTH:
+    if layouts.wire != LENGTH:
         raise WireError(f"the layout at byte {item.start} is malformed")
-    try:
-        text = source.read(name.start, name.end - name.start).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise WireError(f"the name at byte {name.start} is not UTF-8") from error
-    if any(_dims(source, layouts, number) for number in (3, 4)) or _integer(source, layouts, 5):
-        raise WireError(f"{quoted(text)} is cut unevenly (param_split_shape, indices_offset or field), which is not supported")
+    several = [field.number for field in fields(source, layouts.start, layouts.end)].count(2) > 1
+    if several or any(_dims(source, layouts, number) for number in (3, 4)) or _integer(source, layouts, 5):
+        raise WireError(f"{quoted(name)} is cut unevenly or twice (param_split_shape, indices_offset, field, tensor_map)")
     step, size = _integer(source, layouts, 6), _integer(source, layouts, 7)
-    return ParameterLayout(text, _dims(source, layouts, 1), _dims(source, layouts, 2), step, size)
+    return ParameterLayout(name, _dims(source, layouts, 1), _dims(source, layouts, 2), step, size)
+
+
+def _text(source: BytesSource, field: Field) -> str:
+    if field.wire != LENGTH:
+        raise WireError(f"no text at byte {field.start}")
+    try:
+        return source.read(field.start, field.end - field.start).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise WireError(f"the text at byte {field.start} is not UTF-8") from error
 
 
 def _one(source: BytesSource, message: Field, number: int) -> Field:

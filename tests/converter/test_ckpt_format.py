@@ -43,6 +43,12 @@ SAMPLE: list[Header] = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _mindspore() -> None:
+    """Imported before Hypothesis watches: MindSpore raises the recursion limit."""
+    import mindspore  # noqa: F401
+
+
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ckpt")

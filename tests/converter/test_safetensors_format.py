@@ -191,6 +191,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a number of thousands of digits": (_file(f'{{"w":{{"dtype":"U8","shape":[{"9" * 4000}],"data_offsets":[0,0]}}}}'), "else than sizes"),
     "a number of a million digits": (_file(f'{{"w":{{"dtype":"U8","shape":[{"9" * 10**6}],"data_offsets":[0,0]}}}}'), "longer than 4096"),
     "lists in lists": (_file('{"w":{"dtype":' + "[" * 3000 + "]" * 1000 + "}}"), "cannot be read"),
+    "a type of many lists": (_file('{"w":{"dtype":' + "[" * 900 + "]" * 900 + ',"shape":[],"data_offsets":[0,0]}}'), "the type that is no"),
     "a million lists in lists": (_file('{"w":' + "[" * 10**6), "no { at character 5"),
     "a million empty lists": (_file('{"w":{"shape":[' + "[]," * 10**6 + "[]]}}"), "longer than 4096"),
     "a million objects in objects": (_file('{"w":' * 10**6), "longer than 4096"),
