@@ -15,7 +15,10 @@ from mappings.expand import Expansion, Pairing, expert_offset
 
 @dataclass(frozen=True, slots=True)
 class PairedBox:
-    """Equal elements of an HF tensor and of a rank's slice of a parameter: a box of `shape`, its offset and strides on each side (elements)."""
+    """Equal elements of an HF tensor and of a rank's slice of a parameter.
+
+    A box of `shape`, with its offset and strides on each side (elements).
+    """
 
     hf_offset: int
     hf_strides: tuple[int, ...]

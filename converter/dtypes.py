@@ -6,6 +6,8 @@ same size, so that no value is ever interpreted.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 ITEM_SIZE = {
@@ -16,7 +18,7 @@ ITEM_SIZE = {
     "C64": 8,
 }  # fmt: skip
 
-_WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_WORD: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def item_size(dtype: str) -> int:
@@ -24,6 +26,6 @@ def item_size(dtype: str) -> int:
     return ITEM_SIZE[dtype]
 
 
-def word_type(dtype: str) -> np.dtype[np.unsignedinteger]:
+def word_type(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
     """The unsigned numpy type of the same width, for moving values bit for bit."""
     return np.dtype(_WORD[ITEM_SIZE[dtype]])

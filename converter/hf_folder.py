@@ -21,7 +21,22 @@ MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 256 << 20
 MAX_SIDE_FILES = 20_000
 SKIPPED_FOLDERS = {".git", ".cache", "__pycache__"}
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".pt", ".pth", ".ckpt", ".onnx", ".onnx_data", ".ot", ".tflite", ".pkl", ".npz")
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".onnx",
+    ".onnx_data",
+    ".ot",
+    ".tflite",
+    ".pkl",
+    ".npz",
+)
 
 
 @dataclass(frozen=True)
@@ -134,10 +149,18 @@ def _find_form(folder: Path) -> tuple[WeightForm, str | None]:
             return form, form.index if has_index else None
     shards = sorted(name for name in os.listdir(folder) if any(form.shard.fullmatch(name) for form in FORMS))
     if shards:
-        raise refuse(f"{len(shards)} weight shards ({shards[0]}, ...) but no index", str(folder), f"add {FORMS[0].index}: without it a missing shard would go unnoticed")
+        raise refuse(
+            f"{len(shards)} weight shards ({shards[0]}, ...) but no index",
+            str(folder),
+            f"add {FORMS[0].index}: without it a missing shard would go unnoticed",
+        )
     others = sorted(name for name in os.listdir(folder) if name.endswith(WEIGHT_SUFFIXES))
     found = f"; found {', '.join(others[:5])}" if others else ""
-    raise refuse(f"no weights: neither {' nor '.join(form.single for form in FORMS)}, nor an index{found}", str(folder), "give a folder with safetensors weights")
+    raise refuse(
+        f"no weights: neither {' nor '.join(form.single for form in FORMS)}, nor an index{found}",
+        str(folder),
+        "give a folder with safetensors weights",
+    )
 
 
 def _read_index(folder: Path, form: WeightForm, index: str) -> dict[str, str]:
@@ -147,7 +170,12 @@ def _read_index(folder: Path, form: WeightForm, index: str) -> dict[str, str]:
         raise refuse("no weight_map in the index", str(folder / index), "download the index again")
     bad = sorted({str(value)[:80] for value in weight_map.values() if not _is_basename(value)})
     if bad:
-        problems = [Problem(f"names {value!r}, which is not a plain file name", str(folder / index), "an index may name files of its own folder only") for value in bad[:10]]
+        problems = [
+            Problem(
+                f"names {value!r}, which is not a plain file name", str(folder / index), "an index may name files of its own folder only"
+            )
+            for value in bad[:10]
+        ]
         raise Refused("the index points outside the folder", problems)
     return weight_map
 
@@ -158,7 +186,9 @@ def _is_basename(value: Any) -> bool:
 
 def _check_files(folder: Path, form: WeightForm, names: list[str], index: str | None) -> None:
     problems = [
-        Problem(f"{name} is named by {index} and missing", str(folder), "download it, or the whole folder, again") for name in names if not (folder / name).is_file()
+        Problem(f"{name} is named by {index} and missing", str(folder), "download it, or the whole folder, again")
+        for name in names
+        if not (folder / name).is_file()
     ]
     stray = sorted(name for name in os.listdir(folder) if form.shard.fullmatch(name) and name not in names)
     problems += [Problem(f"{name} is not named by {index or form.single}", str(folder), "remove it, or repair the index") for name in stray]
@@ -193,7 +223,10 @@ def _check_headers(folder: Path, files: tuple[WeightFile, ...], weight_map: dict
             kinds["is in the index but not in the file", file_name].append(name)
     problems = [Problem(f"{folded} {what} ({where})") for (what, where), names in kinds.items() for folded in fold_names(names)]
     if problems:
-        raise Refused("the index and the headers disagree", [*problems[:40], Problem("download the folder again, or rebuild the index", str(folder / (index or "")))])
+        raise Refused(
+            "the index and the headers disagree",
+            [*problems[:40], Problem("download the folder again, or rebuild the index", str(folder / (index or "")))],
+        )
 
 
 def _side_files(folder: Path, form: WeightForm, used: set[str]) -> tuple[tuple[SideFile, ...], tuple[tuple[str, str], ...]]:

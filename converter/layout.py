@@ -98,7 +98,15 @@ def padded_vocabulary(vocab: int, tp: int, multiple: int | None) -> int:
     if multiple is None:
         multiple = 1 if tp == 1 else math.lcm(DEFAULT_VOCAB_MULTIPLE, tp)
     if multiple < 1 or multiple % tp:
-        raise Refused("the vocabulary cannot be cut", [Problem(f"--vocab-multiple {multiple} is not divisible by tp {tp}", mend=f"use a multiple of {tp}, {math.lcm(DEFAULT_VOCAB_MULTIPLE, tp)} for example")])
+        raise Refused(
+            "the vocabulary cannot be cut",
+            [
+                Problem(
+                    f"--vocab-multiple {multiple} is not divisible by tp {tp}",
+                    mend=f"use a multiple of {tp}, {math.lcm(DEFAULT_VOCAB_MULTIPLE, tp)} for example",
+                )
+            ],
+        )
     return math.ceil(vocab / multiple) * multiple
 
 
@@ -106,7 +114,10 @@ def split_layers(layers: int, pp: int, given: tuple[int, ...] | None) -> tuple[i
     """Layers of each stage: as given (they must be `pp` positive counts that add up), or as even as possible, earlier stages larger."""
     if given is None:
         if pp > layers:
-            raise Refused("the layers cannot be split", [Problem(f"{layers} layers cannot fill {pp} pipeline stages", mend=f"use --pp {layers} or less")])
+            raise Refused(
+                "the layers cannot be split",
+                [Problem(f"{layers} layers cannot fill {pp} pipeline stages", mend=f"use --pp {layers} or less")],
+            )
         return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
     problems = []
     if len(given) != pp:
@@ -166,7 +177,7 @@ def _check_tensor_parallel(expansion: Expansion, tp: int) -> None:
 def slice_of(parameter: Parameter, shape: tuple[int, ...], sizes: Mapping[str, int], layout: ParallelLayout, tensor_rank: int) -> Slice:
     """What tensor-parallel rank `tensor_rank` holds of a parameter with this true shape."""
     axis = parameter.cut_axis
-    if axis is None or layout.tp == 1 and parameter.cut != "vocab":
+    if axis is None or (layout.tp == 1 and parameter.cut != "vocab"):
         return Slice(None, 0, 0, 0, layout.tp)
     count = sizes[parameter.cut]
     unit = shape[axis] // count
@@ -181,7 +192,9 @@ def slice_of(parameter: Parameter, shape: tuple[int, ...], sizes: Mapping[str, i
     return Slice(axis, start, start + length, length, replicas)
 
 
-def distinct_slices(parameter: Parameter, shape: tuple[int, ...], sizes: Mapping[str, int], layout: ParallelLayout) -> Iterator[tuple[int, Slice]]:
+def distinct_slices(
+    parameter: Parameter, shape: tuple[int, ...], sizes: Mapping[str, int], layout: ParallelLayout
+) -> Iterator[tuple[int, Slice]]:
     """One tensor rank for each different slice: together they hold the parameter exactly once."""
     tensor_rank = 0
     while tensor_rank < layout.tp:

@@ -151,7 +151,11 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise refuse("no such folder", str(folder), "give the output folder of hf2ms")
     if not path.is_file():
-        raise refuse(f"no {MANIFEST}: not a finished output of ms-convert", str(folder), "if hf2ms was stopped, run the same command again; it continues")
+        raise refuse(
+            f"no {MANIFEST}: not a finished output of ms-convert",
+            str(folder),
+            "if hf2ms was stopped, run the same command again; it continues",
+        )
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise refuse("larger than 4 GiB", str(path), "this is no manifest of ms-convert")
     try:
@@ -160,7 +164,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise refuse(f"not valid JSON: {str(error)[:200]}", str(path), "restore it, or convert again") from error
     version = data.get("layout_version") if isinstance(data, dict) else None
     if version != LAYOUT_VERSION:
-        raise refuse(f"layout version {str(version)[:40]}, this tool reads {LAYOUT_VERSION}", str(path), "use the version of ms-convert that wrote it")
+        raise refuse(
+            f"layout version {str(version)[:40]}, this tool reads {LAYOUT_VERSION}",
+            str(path),
+            "use the version of ms-convert that wrote it",
+        )
     try:
         manifest = decode(Manifest, data, "manifest")
     except (RecordError, RecursionError) as error:
@@ -176,9 +184,9 @@ def _mistakes(manifest: Manifest) -> list[str]:
     layout, model = manifest.layout, manifest.model
     found = []
     sizes = {name: size for name, size in model.axis_sizes().items() if size < 0}
-    if sizes or not (0 < model.layers <= MAX_LAYERS and 0 < model.heads and 0 < model.kv_heads and model.experts <= MAX_EXPERTS):
+    if sizes or not (0 < model.layers <= MAX_LAYERS and model.heads > 0 and model.kv_heads > 0 and model.experts <= MAX_EXPERTS):
         return ["the model's sizes are out of range"]
-    if not (0 < layout.tp and 0 < layout.pp and 0 < layout.dp and layout.tp * layout.pp * layout.dp <= MAX_RANKS):
+    if not (layout.tp > 0 and layout.pp > 0 and layout.dp > 0 and layout.tp * layout.pp * layout.dp <= MAX_RANKS):
         return [f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp} is no layout"]
     if len(layout.layers_per_stage) != layout.pp or sum(layout.layers_per_stage) != manifest.model.layers:
         found.append("layers_per_stage does not split the model's layers")
@@ -187,14 +195,25 @@ def _mistakes(manifest: Manifest) -> list[str]:
     if sorted(file.rank for file in manifest.files) != list(range(layout.tp * layout.pp * layout.dp)):
         found.append("the files are not one for each rank")
     else:
-        found += [f"{file.path[:80]!r}: wrong coordinates for rank {file.rank}" for file in manifest.files if not _placed(file, layout.layout())]
+        found += [
+            f"{file.path[:80]!r}: wrong coordinates for rank {file.rank}" for file in manifest.files if not _placed(file, layout.layout())
+        ]
     found += [f"{file.path[:80]!r} is no rank file's path" for file in manifest.files if not _RANK_FILE.fullmatch(file.path)]
-    for owner in (*manifest.files, *manifest.source.files):
-        for tensor in owner.tensors:
+    groups = [file.tensors for file in manifest.files] + [file.tensors for file in manifest.source.files]
+    for tensors in groups:
+        for tensor in tensors:
             if tensor.dtype not in ITEM_SIZE or len(tensor.shape) > 16 or _elements(tensor.shape) > MAX_ELEMENTS:
                 found.append(f"tensor {tensor.name[:80]!r}: no such tensor ({tensor.dtype[:20]} {str(tensor.shape)[:60]})")
-    found += [f"{side.name[:80]!r} is no relative path below {SIDE_FOLDER}/" for side in manifest.source.side_files if not is_plain_relative(side.name)]
-    found += [f"{file.name[:80]!r} is no plain file name" for file in manifest.source.files if not is_plain_relative(file.name) or "/" in file.name]
+    found += [
+        f"{side.name[:80]!r} is no relative path below {SIDE_FOLDER}/"
+        for side in manifest.source.side_files
+        if not is_plain_relative(side.name)
+    ]
+    found += [
+        f"{file.name[:80]!r} is no plain file name"
+        for file in manifest.source.files
+        if not is_plain_relative(file.name) or "/" in file.name
+    ]
     index = manifest.source.index
     if index is not None and (not is_plain_relative(index) or "/" in index):
         found.append(f"{index[:80]!r} is no plain file name")

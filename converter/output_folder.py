@@ -33,7 +33,9 @@ class FolderKind:
 
 
 RANK_TREE = FolderKind(MANIFEST, re.compile(r"rank_\d+|strategy|huggingface|manifest\.json|\.ms-convert"))
-HF_FOLDER = FolderKind("config.json", re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.partial)?|model\.safetensors\.index\.json|config\.json|\.ms-convert"))
+HF_FOLDER = FolderKind(
+    "config.json", re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.partial)?|model\.safetensors\.index\.json|config\.json|\.ms-convert")
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class OutputFolder:
             self._begin_again(before)
         elif before is not None:
             self.records = dict(self._read_records())
-            self.notes.append(f"continuing an unfinished run: {len(self.records)} finished file{'s' if len(self.records) != 1 else ''} found")
+            self.notes.append(
+                f"continuing an unfinished run: {len(self.records)} finished file{'s' if len(self.records) != 1 else ''} found"
+            )
         if before is None or before.identity != self.run.identity:
             write_atomically(self.progress / "run.json", json.dumps(encode(self.run)))
         return self
@@ -185,5 +189,11 @@ def missing_space(path: Path, needed: int) -> None:
     if free < needed:
         raise Refused(
             "not enough disk space",
-            [Problem(f"{needed:,} bytes are needed, {free:,} are free", str(place), "free some, give another -o, or write fewer ranks with --ranks")],
+            [
+                Problem(
+                    f"{needed:,} bytes are needed, {free:,} are free",
+                    str(place),
+                    "free some, give another -o, or write fewer ranks with --ranks",
+                )
+            ],
         )

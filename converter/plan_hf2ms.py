@@ -33,13 +33,19 @@ class RankTreePlan:
     files_of_rank: Mapping[int, str]
 
 
-def rank_file(rank: int, format: str) -> str:
+def rank_file(rank: int, file_format: str) -> str:
     """The path of a rank's file in the output folder, as MindSpore's tools look for it: one file in `rank_{r}/`."""
-    return f"rank_{rank}/checkpoint_{rank}.{format}"
+    return f"rank_{rank}/checkpoint_{rank}.{file_format}"
 
 
 def plan_rank_tree(
-    source: SourceModel, layout: ParallelLayout, *, format: str, dtype: str = "keep", ranks: Collection[int] | None = None, run: str = ""
+    source: SourceModel,
+    layout: ParallelLayout,
+    *,
+    file_format: str,
+    dtype: str = "keep",
+    ranks: Collection[int] | None = None,
+    run: str = "",
 ) -> RankTreePlan:
     """Plan the files of `ranks` (all when None). `run` is the identity of this conversion, put in each safetensors header.
 
@@ -52,14 +58,18 @@ def plan_rank_tree(
     files, links, files_of_rank = [], [], {}
     for rank in wanted:
         place = layout.coordinates(rank)
-        path = rank_file(rank, format)
+        path = rank_file(rank, file_format)
         files_of_rank[rank] = path
         if (place.stage, place.tensor) in written:
             links.append((path, written[place.stage, place.tensor]))
             continue
         written[place.stage, place.tensor] = path
         metadata = (("format", "ms"), ("ms_convert_run", run), ("rank", str(rank)), ("remove_redundancy", "False"))
-        files.append(TargetFile(path, format, tuple(slices.tensors_of(place.stage, place.tensor)), metadata if format == "safetensors" else ()))
+        files.append(
+            TargetFile(
+                path, file_format, tuple(slices.tensors_of(place.stage, place.tensor)), metadata if file_format == "safetensors" else ()
+            )
+        )
     return RankTreePlan(Plan(tuple(files)), layout, tuple(links), files_of_rank)
 
 
@@ -87,9 +97,7 @@ class _SlicePlanner:
 
     def tensors_of(self, stage: int, tensor_rank: int) -> list[TargetTensor]:
         sizes = self.source.expansion.sizes
-        return [
-            self.target(item, slice_of(item.parameter, item.shape, sizes, self.layout, tensor_rank)) for item in self.of_stage[stage]
-        ]
+        return [self.target(item, slice_of(item.parameter, item.shape, sizes, self.layout, tensor_rank)) for item in self.of_stage[stage]]
 
     def target(self, item: ParameterOfModel, piece: Slice) -> TargetTensor:
         key = (item.name, piece)
@@ -116,7 +124,9 @@ class _SlicePlanner:
                 mixed.append(name)
             dtypes[name] = self.dtype if cast and self.dtype is not None else min(found)
         if mixed:
-            problems = [Problem(f"{name} is made of tensors of different dtypes", mend="choose one with --dtype") for name in fold_names(mixed)]
+            problems = [
+                Problem(f"{name} is made of tensors of different dtypes", mend="choose one with --dtype") for name in fold_names(mixed)
+            ]
             raise Refused("parts of one parameter differ in dtype", problems)
         return dtypes
 

@@ -41,7 +41,8 @@ def plan_hf_folder(tree: RankTree, dtype: str = "original") -> HFFolderPlan:
         pairings[pairing.hf].append(pairing)
     source = tree.manifest.source
     renamed = {file.name: _safetensors_name(file.name) for file in source.files}
-    files, problems = [], []
+    files: list[TargetFile] = []
+    problems: list[Problem] = []
     for file in source.files:
         kept = [tensor for tensor in file.tensors if tensor.name not in source.dropped]
         try:
@@ -72,10 +73,15 @@ def _target(tree: RankTree, pairings: dict[str, list[Pairing]], record: TensorRe
     strides = contiguous_strides(record.shape)
     copies = tuple(copy for pairing in wanted for copy in _copies(tree, pairing, strides))
     cast = dtype != "original" and DTYPE_OPTIONS[dtype] is not None and record.dtype in FLOATS
-    target = TargetTensor(record.name, str(DTYPE_OPTIONS[dtype]) if cast else record.dtype, record.shape, copies, group=wanted[0].ms if wanted else whole)
+    target = TargetTensor(
+        record.name, str(DTYPE_OPTIONS[dtype]) if cast else record.dtype, record.shape, copies, group=wanted[0].ms if wanted else whole
+    )
     covered = sum(copy.elements for copy in copies)
     if covered != target.elements:
-        raise Refused("incomplete", [Problem(f"{record.name}: {covered} of {target.elements} elements are in the rank files", str(tree.path), "run hf2ms again")])
+        raise Refused(
+            "incomplete",
+            [Problem(f"{record.name}: {covered} of {target.elements} elements are in the rank files", str(tree.path), "run hf2ms again")],
+        )
     return target
 
 

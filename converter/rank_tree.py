@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def _read_rank_file(folder: Path, record: RankFileRecord, manifest: Manifest) ->
     check_inside(path, folder)
     if path.stat().st_size != record.size:
         return {}, [Problem(f"{path.stat().st_size} bytes, the manifest says {record.size}", record.path, mend)]
-    tensors, metadata = (read_header(path) if manifest.format == "safetensors" else (read_ckpt(path), {}))
+    tensors, metadata = read_header(path) if manifest.format == "safetensors" else (read_ckpt(path), {})
     if manifest.format == "safetensors" and metadata.get("ms_convert_run") != manifest.run:
         return {}, [Problem("a file from another run", record.path, mend)]
     found = {tensor.name: tensor for tensor in tensors}
@@ -70,11 +70,14 @@ def _read_rank_file(folder: Path, record: RankFileRecord, manifest: Manifest) ->
     return found, [Problem(f"{name}: another dtype or shape than the manifest says", record.path, mend) for name in wrong[:5]]
 
 
-def recorded_checksums(manifest: Manifest, ranks: Collection[int]) -> dict[tuple[int, str], str]:
+def recorded_checksums(manifest: Manifest) -> dict[tuple[int, str], str]:
     """(rank, parameter) -> xxh3 as the manifest has it."""
-    return {(file.rank, tensor.name): tensor.xxh3 for file in manifest.files if file.rank in ranks for tensor in file.tensors}
+    return {(file.rank, tensor.name): tensor.xxh3 for file in manifest.files for tensor in file.tensors}
 
 
 def index_text(weight_map: Mapping[str, str], total_size: int) -> str:
     """`model.safetensors.index.json` as transformers writes it."""
-    return json.dumps({"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}, indent=2, ensure_ascii=False) + "\n"
+    return (
+        json.dumps({"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}, indent=2, ensure_ascii=False)
+        + "\n"
+    )

@@ -95,5 +95,11 @@ def _decode_scalar(kind: Any, value: Any, place: str) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = repr(value) if not isinstance(value, (int, float)) or isinstance(value, bool) else str(value) if abs(value) < 1e30 else "a huge number"
+    text = (
+        repr(value)
+        if not isinstance(value, (int, float)) or isinstance(value, bool)
+        else str(value)
+        if abs(value) < 1e30
+        else "a huge number"
+    )
     return text if len(text) <= 60 else text[:57] + "..."

@@ -54,7 +54,11 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
     """The single entry of `architectures`. Raises Refused when it is missing."""
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise refuse(f"'architectures' is {names!r}: it must name the model's one class", where, 'write for example "architectures": ["LlamaForCausalLM"]')
+        raise refuse(
+            f"'architectures' is {names!r}: it must name the model's one class",
+            where,
+            'write for example "architectures": ["LlamaForCausalLM"]',
+        )
     return names[0]
 
 
@@ -105,7 +109,9 @@ def _vocabulary_rows(table: FamilyTable, tensors: Mapping[str, StoredTensor]) ->
     return None
 
 
-def _decide_tied(folder: HFFolder, table: FamilyTable, config: ModelConfig, tensors: Mapping[str, StoredTensor], override: bool | None) -> bool:
+def _decide_tied(
+    folder: HFFolder, table: FamilyTable, config: ModelConfig, tensors: Mapping[str, StoredTensor], override: bool | None
+) -> bool:
     """Whether head and embedding are one: the config's word, checked against the file; a contradiction is never guessed away."""
     if override is not None:
         return override
@@ -124,7 +130,10 @@ def _presence(expansion: Expansion, tensors: Mapping[str, StoredTensor]) -> Iter
     for name in fold_names(missing):
         yield Problem(f"missing: {name}", mend="download the folder again, or check that config.json is this model's")
     for name in fold_names(unexpected):
-        yield Problem(f"unexpected: {name}", mend=f"no rule of {expansion.table.where} names it: add a rule, or a [[drop]] that says why it may be dropped (--rules)")
+        yield Problem(
+            f"unexpected: {name}",
+            mend=f"no rule of {expansion.table.where} names it: add a rule, or a [[drop]] that says why it may be dropped (--rules)",
+        )
 
 
 def _shapes(expansion: Expansion, tensors: Mapping[str, StoredTensor]) -> Iterable[Problem]:
@@ -133,7 +142,9 @@ def _shapes(expansion: Expansion, tensors: Mapping[str, StoredTensor]) -> Iterab
         stored, shape = tensors.get(pairing.hf), expansion.hf_shapes[pairing.hf]
         if stored is not None and stored.shape != shape:
             meaning = ", ".join(f"{atom} {expansion.sizes[atom]}" for atom in sorted(pairing.rule.hf_axes.all_atoms()))
-            wrong[f"has the shape {list(stored.shape)}, the config says {list(shape)} = {pairing.rule.hf_axes} ({meaning})"].append(pairing.hf)
+            wrong[f"has the shape {list(stored.shape)}, the config says {list(shape)} = {pairing.rule.hf_axes} ({meaning})"].append(
+                pairing.hf
+            )
     for what, names in wrong.items():
         for name in fold_names(dict.fromkeys(names)):
             yield Problem(f"{name} {what}", mend="check that config.json is this model's")

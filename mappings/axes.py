@@ -150,7 +150,9 @@ class _Parser:
         while text[position:].strip():
             match = _TOKEN.match(text, position)
             if match is None:
-                raise AxesError(f"{text!r}: unexpected character {text[position:].strip()[0]!r}; use names, ( ), [ label: ... | label: ... ]")
+                raise AxesError(
+                    f"{text!r}: unexpected character {text[position:].strip()[0]!r}; use names, ( ), [ label: ... | label: ... ]"
+                )
             self.tokens.append(match.group(1))
             position = match.end()
         self.next = 0

@@ -109,7 +109,9 @@ def axis_sizes(table: FamilyTable, config: ModelConfig, hf_config: Mapping[str, 
     for name, value in table.axis_sizes:
         size = hf_config.get(value) if isinstance(value, str) else value
         if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 40:
-            problems.append(Problem(f"axis {name!r} takes its size from {value!r}, which is {size!r}", table.where, "mend config.json or the table"))
+            problems.append(
+                Problem(f"axis {name!r} takes its size from {value!r}, which is {size!r}", table.where, "mend config.json or the table")
+            )
         else:
             sizes[name] = size
     if problems:
@@ -131,15 +133,22 @@ def _expand_rule(
         for expert in range(config.experts) if "expert" in placeholders(rule.hf[0]) else [None]:
             hf = _spelling(rule, layer, expert, present)
             if hf in expansion.hf_shapes:
-                yield Problem(f"{hf!r} is named by two rules", expansion.table.where, "let their conditions or layer ranges exclude each other")
+                yield Problem(
+                    f"{hf!r} is named by two rules", expansion.table.where, "let their conditions or layer ranges exclude each other"
+                )
             expansion.hf_shapes[hf] = shape
             if len(expansion.hf_shapes) > MAX_NAMES:
-                raise Refused("the model has too many tensors", [Problem(f"more than {MAX_NAMES} names", expansion.table.where, "check layers and experts in config.json")])
+                raise Refused(
+                    "the model has too many tensors",
+                    [Problem(f"more than {MAX_NAMES} names", expansion.table.where, "check layers and experts in config.json")],
+                )
             for label, pattern in rule.ms:
                 ms = fill(pattern, layer=layer, expert=expert)
                 stacked = expert if "expert" not in placeholders(pattern) else None
                 if (ms, stacked) in written:
-                    yield Problem(f"{ms!r} is written from {written[ms, stacked]!r} and from {hf!r}", expansion.table.where, "let one rule write it")
+                    yield Problem(
+                        f"{ms!r} is written from {written[ms, stacked]!r} and from {hf!r}", expansion.table.where, "let one rule write it"
+                    )
                 written[ms, stacked] = hf
                 expansion.pairings.append(Pairing(hf, ms, rule, label, stacked))
                 if ms not in expansion.parameters:
@@ -149,12 +158,16 @@ def _expand_rule(
 def _layers(rule: Rule, config: ModelConfig, hf_config: Mapping[str, Any], table: FamilyTable) -> Collection[int | None]:
     if not rule.per_layer:
         return [None]
-    limits = [config.layers if value is None else value for value in (rule.from_layer, rule.to_layer)]
-    numbers = [hf_config.get(value) if isinstance(value, str) else value for value in limits]
-    for value, number in zip(limits, numbers, strict=True):
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= config.layers:
-            raise Refused("a rule's layer range is not in the model", [Problem(f"{value!r} is {number!r}", f"{table.where}, {rule.hf[0]}", "mend the table")])
-    return range(*numbers)
+    limits = (rule.from_layer, config.layers if rule.to_layer is None else rule.to_layer)
+    return range(*(_layer_number(limit, rule, config, hf_config, table) for limit in limits))
+
+
+def _layer_number(limit: int | str, rule: Rule, config: ModelConfig, hf_config: Mapping[str, Any], table: FamilyTable) -> int:
+    number = hf_config.get(limit) if isinstance(limit, str) else limit
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= config.layers:
+        problem = Problem(f"{limit!r} is {number!r}", f"{table.where}, {rule.hf[0]}", "mend the table")
+        raise Refused("a rule's layer range is not in the model", [problem])
+    return number
 
 
 def _spelling(rule: Rule, layer: int | None, expert: int | None, present: Collection[str]) -> str:

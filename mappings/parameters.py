@@ -85,12 +85,18 @@ def _problems_of(parameter: Parameter, where: str) -> list[Problem]:
     if any(name not in PLACEHOLDERS for name in used):
         problems.append(Problem(f"{parameter.name!r} has an unknown placeholder", where, "use {layer} or {expert}"))
     if ("layer" in used) != (parameter.stage == "layer"):
-        problems.append(Problem('stage = "layer" goes with a name that has {layer}, and only with one', where, f"mend {parameter.name!r} or its stage"))
+        problems.append(
+            Problem('stage = "layer" goes with a name that has {layer}, and only with one', where, f"mend {parameter.name!r} or its stage")
+        )
     if any(isinstance(item, Parts) or _has_parts(item) for item in parameter.axes.items):
-        problems.append(Problem("a canonical parameter is a single tensor: [ ] is for the HF side of a rule", where, "name each part as a parameter"))
+        problems.append(
+            Problem("a canonical parameter is a single tensor: [ ] is for the HF side of a rule", where, "name each part as a parameter")
+        )
     elif parameter.cut != REPLICATED and parameter.cut not in (_outermost(item) for item in parameter.axes.items):
         mend = f"use one of {', '.join(_outermost(item) for item in parameter.axes.items)}, or {REPLICATED!r}"
-        problems.append(Problem(f"cut {parameter.cut!r} is not the outermost axis of any dimension of {str(parameter.axes)!r}", where, mend))
+        problems.append(
+            Problem(f"cut {parameter.cut!r} is not the outermost axis of any dimension of {str(parameter.axes)!r}", where, mend)
+        )
     return problems
 
 

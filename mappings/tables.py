@@ -104,7 +104,11 @@ class FamilyTable:
     @property
     def hf_patterns(self) -> tuple[str, ...]:
         """Every HF name pattern of the table, dropped and duplicate ones too."""
-        return (*(name for rule in self.rules for name in rule.hf), *(drop.hf for drop in self.drops), *(item.hf for item in self.duplicates))
+        return (
+            *(name for rule in self.rules for name in rule.hf),
+            *(drop.hf for drop in self.drops),
+            *(item.hf for item in self.duplicates),
+        )
 
     def rules_with_role(self, role: str) -> tuple[Rule, ...]:
         return tuple(rule for rule in self.rules if any(self.parameters[name].role == role for _, name in rule.ms))
@@ -117,20 +121,29 @@ def load_table(path: Path) -> FamilyTable:
             raise Refused("not a rule table", [Problem("larger than 1 MiB", str(path), "give a TOML rule table")])
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Refused("the rule table cannot be read", [Problem(str(error), str(path), "give a TOML rule table with --rules FILE")]) from error
+        raise Refused(
+            "the rule table cannot be read", [Problem(str(error), str(path), "give a TOML rule table with --rules FILE")]
+        ) from error
     return parse_table(text, str(path))
 
 
 def bundled_families() -> tuple[str, ...]:
     """The names of the families that come with the package."""
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in files("mappings").joinpath("families").iterdir() if entry.name.endswith(".toml")))
+    return tuple(
+        sorted(
+            entry.name.removesuffix(".toml") for entry in files("mappings").joinpath("families").iterdir() if entry.name.endswith(".toml")
+        )
+    )
 
 
 def bundled_table(family: str) -> FamilyTable:
     """The bundled table of a family. Raises Refused for an unknown one."""
     if family not in bundled_families():
-        raise Refused(f"no bundled rule table {family!r}", [Problem(f"known: {', '.join(bundled_families())}", mend="or give your own with --rules FILE")])
-    text = files("mappings").joinpath("families", f"{family}.toml").read_text(encoding="utf-8")
+        raise Refused(
+            f"no bundled rule table {family!r}",
+            [Problem(f"known: {', '.join(bundled_families())}", mend="or give your own with --rules FILE")],
+        )
+    text = files("mappings").joinpath("families").joinpath(f"{family}.toml").read_text(encoding="utf-8")
     return parse_table(text, f"families/{family}.toml")
 
 
@@ -168,7 +181,9 @@ class _TableReader:
         duplicates = self.each("duplicate", self.duplicate)
         self.check_names(rules, drops, duplicates)
         if self.problems or config is None:
-            raise Refused(f"the rule table {self.where} has {len(self.problems)} mistake{'s' if len(self.problems) != 1 else ''}", self.problems)
+            raise Refused(
+                f"the rule table {self.where} has {len(self.problems)} mistake{'s' if len(self.problems) != 1 else ''}", self.problems
+            )
         return FamilyTable(
             family, self.string("description"), architectures, self.string("prefix"), config, tuple(self.own_axes.items()),
             tuple(rules), tuple(drops), tuple(duplicates), self.parameters, self.text, self.where,
@@ -183,7 +198,11 @@ class _TableReader:
 
     def strings(self, value: Any, key: str, place: str, mend: str) -> tuple[str, ...]:
         values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not values or not all(isinstance(item, str) and 0 < len(item) <= MAX_NAME_LENGTH for item in values):
+        if (
+            not isinstance(values, list)
+            or not values
+            or not all(isinstance(item, str) and 0 < len(item) <= MAX_NAME_LENGTH for item in values)
+        ):
             self.wrong(f"{key!r} is missing or not a name", mend, place)
             return ()
         return tuple(values)
@@ -272,11 +291,19 @@ class _TableReader:
     def targets(self, value: Any, place: str) -> dict[str, str]:
         targets = {"": value} if isinstance(value, str) else value
         if not isinstance(targets, dict) or not targets or not all(isinstance(name, str) for name in targets.values()):
-            self.wrong("'ms' is missing or not a name", 'write ms = "final_norm.gamma", or ms = { q = "...", k = "..." } with one name per label', place)
+            self.wrong(
+                "'ms' is missing or not a name",
+                'write ms = "final_norm.gamma", or ms = { q = "...", k = "..." } with one name per label',
+                place,
+            )
             return {}
         for name in targets.values():
             if name not in self.parameters:
-                self.wrong(f"{name!r} is no canonical parameter", "see mappings/parameters.toml for the names, or declare it in a [[parameter]] of this table", place)
+                self.wrong(
+                    f"{name!r} is no canonical parameter",
+                    "see mappings/parameters.toml for the names, or declare it in a [[parameter]] of this table",
+                    place,
+                )
         return targets
 
     def conditions(self, value: Any, place: str) -> tuple[str, ...]:
@@ -302,7 +329,11 @@ class _TableReader:
             fixed = _fixed_atoms(names[0], targets[""])
             return Axes(tuple(item for item in axes.items if str(item) not in fixed))
         if not isinstance(text, str):
-            self.wrong("'hf_axes' is missing: it says how the parts lie in the hf tensor", 'for example hf_axes = "hidden [q: heads head_dim | k: ...]"', place)
+            self.wrong(
+                "'hf_axes' is missing: it says how the parts lie in the hf tensor",
+                'for example hf_axes = "hidden [q: heads head_dim | k: ...]"',
+                place,
+            )
             return None
         try:
             axes = parse_axes(text)
@@ -349,7 +380,11 @@ class _TableReader:
 
     def check_names(self, rules: list[Rule], drops: list[Drop], duplicates: list[Duplicate]) -> None:
         seen: dict[str, str] = {}
-        everything = [*[(rule.hf, "rule") for rule in rules], *[((drop.hf,), "drop") for drop in drops], *[((d.hf,), "duplicate") for d in duplicates]]
+        everything = [
+            *[(rule.hf, "rule") for rule in rules],
+            *[((drop.hf,), "drop") for drop in drops],
+            *[((d.hf,), "duplicate") for d in duplicates],
+        ]
         for names, kind in everything:
             for name in names:
                 if name in seen and not _exclusive(name, rules):
@@ -370,7 +405,9 @@ class _TableReader:
                 self.wrong(f"{ms!r} is written by {len(writers)} rules", "leave one out, or let 'when' or the layers tell them apart")
 
 
-KNOWN_ATOMS = {atom for parameter in catalogue().values() for atom in parameter.axes.all_atoms()} | {name for parts in REFINEMENTS.values() for name in parts}
+KNOWN_ATOMS = {atom for parameter in catalogue().values() for atom in parameter.axes.all_atoms()} | {
+    name for parts in REFINEMENTS.values() for name in parts
+}
 
 
 def _fixed_atoms(hf: str, ms: str) -> set[str]:

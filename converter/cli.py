@@ -1,0 +1,205 @@
+"""`ms-convert`: the command line. Commands import what they need when they run, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from converter import __version__
+from converter.command_options import Command, LayerCounts, RankList, folder_argument
+
+EXAMPLES = """
+\b
+Examples:
+  ms-convert hf2ms ./Llama-3.1-8B -o ./slices --tp 2 --pp 2
+  ms-convert hf2ms ./Llama-3.1-8B --tp 2 --pp 2 --dry-run
+  ms-convert ms2hf ./slices -o ./back
+  ms-convert inspect ./slices
+"""
+
+
+@click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="ms-convert")
+def cli() -> None:
+    """Move checkpoints between Hugging Face and MindSpore, sliced for tensor- and pipeline-parallel ranks, bit for bit."""
+
+
+@cli.command(
+    cls=Command,
+    epilog="""
+\b
+Examples:
+  ms-convert hf2ms ./SmolLM2-135M -o ./slices --tp 3 --pp 2
+  ms-convert hf2ms ./Llama-3.1-8B -o ./slices --tp 8 --format ckpt --dtype bf16
+  ms-convert hf2ms ./Qwen3-32B -o /shared/slices --tp 8 --pp 4 --ranks 0-15     (host 1)
+  ms-convert hf2ms ./Qwen3-32B -o /shared/slices --tp 8 --pp 4 --ranks 16-31    (host 2)
+""",
+)
+@folder_argument("model")
+@click.option("-o", "--output", type=click.Path(), help="Folder for the rank tree. Needed unless --dry-run.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
+@click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages.")
+@click.option("--dp", type=click.IntRange(1), default=1, show_default=True, help="Data-parallel ranks; their files are hard links.")
+@click.option("--layers-per-stage", type=LayerCounts(), help="Layers of each stage, as in 10,10,12. Default: even.")
+@click.option(
+    "--vocab-multiple", type=click.IntRange(1), help="Pad the vocabulary to a multiple of this. Default: none for tp 1, else lcm(128, tp)."
+)
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["safetensors", "ckpt"]),
+    default="safetensors",
+    show_default=True,
+    help="Format of rank files.",
+)
+@click.option(
+    "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), default="keep", show_default=True, help="Cast floating-point weights."
+)
+@click.option("--allow-overflow", is_flag=True, help="Let a cast turn finite values into infinities.")
+@click.option("--ranks", type=RankList(), help="Write these ranks only, as in 0-7,12. The manifest follows once all are there.")
+@click.option("--rules", "rules_file", type=click.Path(exists=True, dir_okay=False), help="A rule table of your own (TOML).")
+@click.option("--tie-embeddings/--no-tie-embeddings", "tied", default=None, help="Overrule config.json where it contradicts the file.")
+@click.option("--workers", type=click.IntRange(1, 256), default=2, show_default=True, help="Threads that copy.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, from headers alone, and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace what is in the output folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+def hf2ms(
+    model: str, output: str | None, dry_run: bool, as_json: bool, rules_file: str | None, file_format: str, **choices: Any
+) -> None:  # fmt: skip
+    """Convert a Hugging Face folder MODEL to MindSpore slices, one folder per rank."""
+    from converter.run import run_hf2ms
+
+    if output is None and not dry_run:
+        raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
+    run_hf2ms(model, output, rules_file, dry_run=dry_run, as_json=as_json, file_format=file_format, **choices)
+
+
+@cli.command(
+    cls=Command,
+    epilog="""
+\b
+Examples:
+  ms-convert ms2hf ./slices -o ./back
+  ms-convert ms2hf ./slices -o ./back --dtype bf16
+""",
+)
+@folder_argument("slices")
+@click.option("-o", "--output", type=click.Path(), help="Folder for the Hugging Face model. Needed unless --dry-run.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["original", "bf16", "fp16", "fp32"]),
+    default="original",
+    show_default=True,
+    help="Cast floating-point weights.",
+)
+@click.option("--allow-overflow", is_flag=True, help="Let a cast turn finite values into infinities.")
+@click.option("--workers", type=click.IntRange(1, 256), default=2, show_default=True, help="Threads that copy.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace what is in the output folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+def ms2hf(slices: str, output: str | None, dry_run: bool, as_json: bool, **choices: Any) -> None:
+    """Give the Hugging Face folder back from SLICES, the output of hf2ms. No other flags are needed: the manifest knows."""
+    from converter.run import run_ms2hf
+
+    if output is None and not dry_run:
+        raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
+    run_ms2hf(slices, output, dry_run=dry_run, as_json=as_json, **choices)
+
+
+@cli.command(
+    cls=Command,
+    epilog="\b\nExamples:\n  ms-convert inspect ./Llama-3.1-8B\n  ms-convert inspect ./slices/rank_0/checkpoint_0.safetensors --all",
+)
+@click.argument("path", type=click.Path(exists=True))
+@click.option("--all", "show_all", is_flag=True, help="Every tensor on its own line, layers not folded.")
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+def inspect(path: str, show_all: bool, as_json: bool) -> None:
+    """Say what a folder or file is: format, family, sizes, dtypes, layout, tensors."""
+    from pathlib import Path
+
+    from converter.display_inspection import show_inspection
+    from converter.inspection import inspect_path
+
+    facts = inspect_path(Path(path))
+    click.echo(json.dumps(facts, indent=2)) if as_json else show_inspection(facts, show_all)
+
+
+@cli.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+def families(as_json: bool) -> None:
+    """List the bundled families and the Hugging Face architectures that they serve."""
+    from converter.display_tables import family_facts, show_families
+
+    facts = family_facts()
+    click.echo(json.dumps(facts, indent=2)) if as_json else show_families(facts)
+
+
+@cli.command(cls=Command, epilog="\b\nExamples:\n  ms-convert rules llama\n  ms-convert rules --rules my_family.toml")
+@click.argument("family", required=False)
+@click.option(
+    "--rules", "rules_file", type=click.Path(exists=True, dir_okay=False), help="A rule table of your own (TOML): checked and printed."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+def rules(family: str | None, rules_file: str | None, as_json: bool) -> None:
+    """Print the rule table of FAMILY: which Hugging Face tensor is which MindSpore parameter, and how it is cut."""
+    from converter.display_tables import rule_facts, show_rules
+
+    if (family is None) == (rules_file is None):
+        raise click.UsageError("Give a FAMILY (see `ms-convert families`) or --rules FILE.")
+    facts = rule_facts(family, rules_file)
+    click.echo(json.dumps(facts, indent=2)) if as_json else show_rules(facts)
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done, 1 refused or failed, 2 a wrong call, 130 interrupted."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code; every error is one screen, a traceback only with --debug."""
+    debug = "--debug" in arguments
+    try:
+        outcome = cli.main(arguments, prog_name="ms-convert", standalone_mode=False)
+        return outcome if isinstance(outcome, int) else 0
+    except click.Abort:
+        return _interrupted()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _interrupted()
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        return _failed(error)
+
+
+def _interrupted() -> int:
+    click.echo("interrupted; the same command continues", err=True)
+    return 130
+
+
+def _failed(error: Exception) -> int:
+    from converter.display import console, printable, show_refusal
+    from mappings.errors import Problem, Refused
+
+    if isinstance(error, Refused):
+        show_refusal(error)
+    elif isinstance(error, (OSError, MemoryError)):
+        place = str(getattr(error, "filename", None) or "")
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        show_refusal(Refused("the system said no", [Problem(reason, place, "mend it and run the same command again; it continues")]))
+    else:
+        console(stderr=True).print(f"[bold red]a defect of ms-convert:[/] {type(error).__name__}: {printable(str(error))}")
+        console(stderr=True).print("  run the same command with --debug and report what it prints")
+    return 1
+
+
+if __name__ == "__main__":
+    main()

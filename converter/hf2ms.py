@@ -1,0 +1,250 @@
+"""hf2ms: a Hugging Face folder to a rank tree of MindSpore slices."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from converter import __version__
+from converter.derived import check_not_carried
+from converter.execute import execute
+from converter.hf_folder import HFFolder, SideFile, read_hf_folder
+from converter.layout import ParallelLayout, make_layout
+from converter.manifest import (
+    LAYOUT_VERSION,
+    MANIFEST,
+    SIDE_FOLDER,
+    LayoutRecord,
+    Manifest,
+    RankFileRecord,
+    SideFileRecord,
+    SourceRecord,
+    TensorRecord,
+    WeightFileRecord,
+    read_manifest,
+    write_manifest,
+)
+from converter.outcome import Outcome, refuse_overlap
+from converter.output_folder import RANK_TREE, FileRecord, OutputFolder, Run, missing_space
+from converter.plan import Plan
+from converter.plan_hf2ms import RankTreePlan, plan_rank_tree
+from converter.resume import unfinished_files
+from converter.side_files import copy_side_files
+from converter.source_model import SourceModel, understand
+from converter.strategies import strategy_files
+from converter.tensors import StoredTensor
+from mappings.errors import Refused, refuse
+from mappings.tables import FamilyTable
+
+
+@dataclass(frozen=True)
+class RankTreeOptions:
+    """What a user may choose for a rank tree; the defaults are the command's."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    vocab_multiple: int | None = None
+    file_format: str = "safetensors"
+    dtype: str = "keep"
+    ranks: tuple[int, ...] | None = None
+    tied: bool | None = None
+    allow_overflow: bool = False
+    workers: int = 2
+    overwrite: bool = False
+
+    def shown(self) -> dict[str, str]:
+        """The options that change what is written, for telling two runs apart."""
+        stages = ",".join(map(str, self.layers_per_stage)) if self.layers_per_stage else "even"
+        return {
+            "--tp": str(self.tp), "--pp": str(self.pp), "--dp": str(self.dp), "--layers-per-stage": stages, "--format": self.file_format,
+            "--vocab-multiple": str(self.vocab_multiple or "default"), "--dtype": self.dtype, "tied": str(self.tied),
+            "--allow-overflow": str(self.allow_overflow),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A planned hf2ms: `whole` is the plan of all ranks, `mine` that of the ranks asked for."""
+
+    source: SourceModel
+    layout: ParallelLayout
+    whole: RankTreePlan
+    mine: RankTreePlan
+    run: Run
+    options: RankTreeOptions
+
+
+Progress = Callable[[int], None]
+
+
+def plan_conversion(model: Path, options: RankTreeOptions, table: FamilyTable | None = None) -> Conversion:
+    """Plan hf2ms from headers alone. Raises Refused with everything that stands in the way."""
+    source = understand(read_hf_folder(model), table, options.tied)
+    layout = make_layout(
+        source.config, source.expansion, tp=options.tp, pp=options.pp, dp=options.dp,
+        layers_per_stage=options.layers_per_stage, vocab_multiple=options.vocab_multiple,
+    )  # fmt: skip
+    run = _identity(source, layout, options)
+    whole = plan_rank_tree(source, layout, file_format=options.file_format, dtype=options.dtype, run=run.identity)
+    mine = whole
+    if options.ranks is not None:
+        mine = plan_rank_tree(source, layout, file_format=options.file_format, dtype=options.dtype, ranks=options.ranks, run=run.identity)
+    return Conversion(source, layout, whole, mine, run, options)
+
+
+def _identity(source: SourceModel, layout: ParallelLayout, options: RankTreeOptions) -> Run:
+    """A digest of everything that decides what is written: equal identities write equal files."""
+    files = {file.name: [file.size, file.modified, _header_digest(file.tensors)] for file in source.folder.files}
+    decisive = {
+        "files": files, "config": source.folder.config, "table": source.table.text, "layout": layout.to_json(),
+        "options": options.shown(), "layout_version": LAYOUT_VERSION,
+    }  # fmt: skip
+    digest = xxhash.xxh3_128(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+    shown = options.shown() | {"model": str(source.folder.path.resolve()), "table": source.table.where}
+    return Run(digest, shown)
+
+
+def _header_digest(tensors: Iterable[StoredTensor]) -> str:
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape} {tensor.extents}\n".encode())
+    return digest.hexdigest()
+
+
+def convert(conversion: Conversion, output: Path, on_progress: Progress | None = None) -> Outcome:
+    """Write the ranks asked for, and the manifest once all ranks are there. Continues an unfinished run of the same identity.
+
+    Raises Refused before the first byte when something is wrong; a kill at any moment leaves nothing that looks finished.
+    """
+    options = conversion.options
+    refuse_overlap(conversion.source.folder.path, output)
+    done = _finished_before(conversion, output)
+    if done is not None and not options.overwrite:
+        return done
+    check_not_carried(conversion.source)
+    outcome = Outcome(output)
+    with OutputFolder(output, RANK_TREE, conversion.run, overwrite=options.overwrite, lock_places=conversion.mine.files_of_rank) as folder:
+        remaining = unfinished_files(conversion.mine.plan.files, folder, options.workers)
+        outcome.notes += folder.notes
+        plan = Plan(remaining)
+        missing_space(output, plan.nbytes + sum(side.size for side in conversion.source.folder.side_files))
+        if on_progress is not None:
+            on_progress(conversion.mine.plan.nbytes - plan.nbytes)
+        results = execute(
+            plan, output, workers=options.workers, on_progress=on_progress,
+            on_file_done=lambda result: folder.record(FileRecord(result.path, result.size, dict(result.checksums))),
+            allow_overflow=options.allow_overflow,
+        )  # fmt: skip
+        _link(conversion, folder)
+        outcome.files, outcome.bytes_written = len(results), sum(result.size for result in results)
+        _finish(conversion, folder, outcome)
+    return outcome
+
+
+def _finished_before(conversion: Conversion, output: Path) -> Outcome | None:
+    """The same conversion, finished earlier and still whole; None when there is something to do."""
+    if not (output / MANIFEST).is_file():
+        return None
+    try:
+        manifest = read_manifest(output)
+    except Refused:
+        return None
+    if manifest.run != conversion.run.identity:
+        return None
+    gone = [file.path for file in manifest.files if not (output / file.path).is_file() or (output / file.path).stat().st_size != file.size]
+    if gone:
+        raise refuse(f"the finished conversion has lost {gone[0]}", str(output), "run again with --overwrite")
+    return Outcome(output, notes=["this conversion is finished already: nothing to do"])
+
+
+def _link(conversion: Conversion, folder: OutputFolder) -> None:
+    """Give every data-parallel rank its file: a hard link, or a copy where the file system has none."""
+    for path, target in conversion.mine.links:
+        if path in folder.records:
+            continue
+        place = folder.path / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = place.with_name(place.name + ".partial")
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(folder.path / target, temporary)
+        except OSError:
+            shutil.copyfile(folder.path / target, temporary)
+        os.replace(temporary, place)
+        folder.record(replace(folder.records[target], path=path))
+
+
+def _finish(conversion: Conversion, folder: OutputFolder, outcome: Outcome) -> None:
+    """Side files, strategy files and the manifest, once every rank of the layout is there."""
+    records = folder.refresh()
+    missing = tuple(rank for rank, path in conversion.whole.files_of_rank.items() if path not in records)
+    if missing:
+        outcome.finished, outcome.missing_ranks = False, missing
+        return
+    side_files = copy_side_files(_side_files(conversion.source.folder), folder.path / SIDE_FOLDER)
+    for path, content in strategy_files(conversion.source, conversion.layout).items():
+        place = folder.path / path
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(content)
+    write_manifest(folder.path, _manifest(conversion, records, side_files))
+    folder.finish()
+
+
+def _side_files(folder: HFFolder) -> list[SideFile]:
+    index = [SideFile(folder.index, folder.path / folder.index, (folder.path / folder.index).stat().st_size)] if folder.index else []
+    return [*index, *folder.side_files]
+
+
+def _manifest(conversion: Conversion, records: Mapping[str, FileRecord], side_files: tuple[SideFileRecord, ...]) -> Manifest:
+    source, layout = conversion.source, conversion.layout
+    return Manifest(
+        LAYOUT_VERSION, __version__, conversion.run.identity, source.table.family, source.table.text, source.table.where,
+        replace(source.config, padded_vocab=layout.padded_vocab), LayoutRecord.of(layout), conversion.options.file_format,  # type: ignore[arg-type]
+        conversion.options.dtype, _source_record(source, side_files), tuple(_rank_records(conversion, records)),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _source_record(source: SourceModel, side_files: tuple[SideFileRecord, ...]) -> SourceRecord:
+    original = {whole: name for name, whole in source.names.items()}
+    files = tuple(
+        WeightFileRecord(
+            file.name, file.size, file.metadata, tuple(TensorRecord(item.name, item.dtype, item.shape) for item in file.tensors)
+        )
+        for file in source.folder.files
+    )
+    return SourceRecord(
+        source.folder.path.resolve().name, source.folder.form.name, source.folder.index, files, side_files,  # type: ignore[arg-type]
+        {original[name]: drop.why for name, drop in source.dropped.items()},
+        {original[name]: original[of] for name, of in source.duplicates.items()},
+        source.folder.config,
+    )  # fmt: skip
+
+
+def _rank_records(conversion: Conversion, records: Mapping[str, FileRecord]) -> Iterable[RankFileRecord]:
+    planned = {file.path: file for file in conversion.whole.plan.files} | {
+        path: next(file for file in conversion.whole.plan.files if file.path == target) for path, target in conversion.whole.links
+    }
+    ends = [sum(conversion.layout.layers_per_stage[: stage + 1]) for stage in range(conversion.layout.pp)]
+    for rank, path in conversion.whole.files_of_rank.items():
+        place, record = conversion.layout.coordinates(rank), records[path]
+        layers = tuple(range(ends[place.stage] - conversion.layout.layers_per_stage[place.stage], ends[place.stage]))
+        tensors = tuple(TensorRecord(item.name, item.dtype, item.shape, record.checksums[item.name]) for item in planned[path].tensors)
+        yield RankFileRecord(path, rank, place.stage, place.data, place.tensor, layers, record.size, tensors)
+
+
+def dtype_bytes(plan: Plan) -> Counter[str]:
+    """Bytes of each dtype in a plan."""
+    total: Counter[str] = Counter()
+    for file in plan.files:
+        for tensor in file.tensors:
+            total[tensor.dtype] += tensor.nbytes
+    return total

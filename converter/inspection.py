@@ -1,0 +1,126 @@
+"""`inspect`: what a folder or file is, as facts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from converter.ckpt_format import read_ckpt
+from converter.hf_folder import read_hf_folder
+from converter.manifest import MANIFEST
+from converter.output_folder import PROGRESS_FOLDER
+from converter.rank_tree import read_rank_tree
+from converter.recognise import KINDS, recognise
+from converter.safetensors_format import read_header
+from converter.source_model import understand
+from converter.strategy_format import read_strategy
+from converter.tensors import StoredTensor
+from converter.torch_format import read_torch_bin
+from mappings.errors import Refused, refuse
+
+MAX_STRATEGY_BYTES = 256 << 20
+
+
+def inspect_path(path: Path) -> dict[str, Any]:
+    """Facts about a folder or file. Raises Refused for something that is neither a checkpoint nor a part of one."""
+    if not path.is_dir():
+        return _inspect_file(path)
+    if (path / MANIFEST).is_file():
+        return _inspect_rank_tree(path)
+    if (path / PROGRESS_FOLDER / "run.json").is_file():
+        return _inspect_unfinished(path)
+    if (path / "config.json").is_file():
+        return _inspect_hf_folder(path)
+    what = "neither a Hugging Face folder (no config.json) nor a rank tree of ms-convert (no manifest.json)"
+    raise refuse(what, str(path), "give one of these, or a single weight file")
+
+
+def _inspect_hf_folder(path: Path) -> dict[str, Any]:
+    folder = read_hf_folder(path)
+    facts: dict[str, Any] = {
+        "path": str(path), "kind": "Hugging Face folder", "form": folder.form.name,
+        "files": [{"name": file.name, "bytes": file.size, "tensors": len(file.tensors)} for file in folder.files],
+        "side_files": [side.name for side in folder.side_files], "left": [name for name, _ in folder.left],
+        "architectures": folder.config.get("architectures"),
+    }  # fmt: skip
+    try:
+        source = understand(folder)
+        facts |= {"family": source.table.family, "model": source.config.to_json(), "notes": list(source.notes), "problem": None}
+    except Refused as error:
+        facts |= {"family": None, "model": None, "notes": [], "problem": str(error)}
+    return facts | _tensor_facts(folder.tensors.values())
+
+
+def _inspect_rank_tree(path: Path) -> dict[str, Any]:
+    tree = read_rank_tree(path)
+    manifest = tree.manifest
+    facts = {
+        "path": str(path), "kind": "rank tree of MindSpore slices", "form": manifest.format,
+        "family": manifest.family, "dtype": manifest.dtype,
+        "layout": tree.layout.to_json(), "tool_version": manifest.tool_version, "source": manifest.source.name,
+        "files": [
+            {
+                "name": file.path, "bytes": file.size, "tensors": len(file.tensors), "rank": file.rank, "stage": file.stage,
+                "data": file.data, "tensor": file.tensor, "layers": list(file.layers),
+            }
+            for file in manifest.files
+        ],
+        "side_files": [side.name for side in manifest.source.side_files], "model": manifest.model.to_json(),
+    }  # fmt: skip
+    first_of_stage = [tree.layout.rank(stage, 0, 0) for stage in range(tree.layout.pp)]
+    return facts | _tensor_facts(tensor for rank in first_of_stage for tensor in tree.slices[rank].values())
+
+
+def _inspect_unfinished(path: Path) -> dict[str, Any]:
+    try:
+        run = json.loads((path / PROGRESS_FOLDER / "run.json").read_text(encoding="utf-8"))
+        options = {str(name): str(value) for name, value in run["options"].items()}
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise refuse("an unfinished run whose record is damaged", str(path), "start again with --overwrite") from error
+    done = sorted(record.name.removeprefix("file-").removesuffix(".json") for record in (path / PROGRESS_FOLDER).glob("file-*.json"))
+    return {
+        "path": str(path),
+        "kind": "unfinished run of ms-convert: the same command continues it",
+        "options": options,
+        "finished_files": done,
+    }
+
+
+def _inspect_file(path: Path) -> dict[str, Any]:
+    kind = recognise(path)
+    facts: dict[str, Any] = {"path": str(path), "kind": KINDS[kind].phrase, "bytes": path.stat().st_size}
+    if kind == "safetensors":
+        tensors, metadata = read_header(path)
+        return facts | {"metadata": metadata} | _tensor_facts(tensors)
+    if kind == "ckpt":
+        return facts | _tensor_facts(read_ckpt(path))
+    if kind == "torch_zip":
+        return facts | _tensor_facts(read_torch_bin(path))
+    if kind == "strategy":
+        return facts | _strategy_facts(path)
+    raise refuse(f"{KINDS[kind].phrase}, not a checkpoint that ms-convert reads", str(path), KINDS[kind].mend)
+
+
+def _strategy_facts(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_STRATEGY_BYTES:
+        raise refuse("larger than 256 MiB", str(path), "this is no strategy file")
+    stage, layouts = read_strategy(path.read_bytes(), str(path))
+    parameters = [{"name": item.name, "device_matrix": list(item.device_matrix), "tensor_map": list(item.tensor_map)} for item in layouts]
+    return {"stage": stage, "parameters": parameters}
+
+
+def _tensor_facts(tensors: Iterable[StoredTensor]) -> dict[str, Any]:
+    listed = list(tensors)
+    dtypes: Counter[str] = Counter()
+    for tensor in listed:
+        dtypes[tensor.dtype] += tensor.nbytes
+    return {
+        "tensors": [
+            {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "file": tensor.path.name} for tensor in listed
+        ],
+        "elements": sum(tensor.elements for tensor in listed),
+        "bytes_by_dtype": dict(dtypes),
+    }

@@ -1,0 +1,15 @@
+"""How much memory a run needs, from the sizes that the executor works with."""
+
+from __future__ import annotations
+
+from converter.gather import BLOCK_BYTES, SPAN_BYTES
+from converter.plan import Plan
+
+BASE_BYTES = 60_000_000  # the interpreter with numpy, measured
+COPY_BYTES = 700  # a planned copy and its share of names, measured
+
+
+def peak_memory(plan: Plan, workers: int) -> int:
+    """Estimated peak resident bytes of a run: nothing in it grows with the size of a tensor."""
+    copies = sum(len(tensor.copies) for file in plan.files for tensor in file.tensors)
+    return BASE_BYTES + copies * COPY_BYTES + workers * (BLOCK_BYTES + SPAN_BYTES)

@@ -1,0 +1,150 @@
+"""ms2hf: a rank tree back to the Hugging Face folder that it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from converter.execute import execute
+from converter.manifest import MANIFEST, SIDE_FOLDER, SideFileRecord, write_atomically
+from converter.outcome import Outcome, refuse_overlap
+from converter.output_folder import HF_FOLDER, FileRecord, OutputFolder, Run, missing_space
+from converter.plan import Plan
+from converter.plan_ms2hf import HFFolderPlan, plan_hf_folder, replicas_of
+from converter.rank_tree import RankTree, index_text, read_rank_tree, recorded_checksums
+from converter.resume import unfinished_files
+from converter.side_files import restore_side_files
+from converter.stored_bytes import checksum
+from converter.tensors import StoredTensor
+from mappings.errors import Problem, Refused
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class HFOptions:
+    """What a user may choose for the way back; `dtype` "original" restores each tensor's own."""
+
+    dtype: str = "original"
+    allow_overflow: bool = False
+    workers: int = 2
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """A planned ms2hf."""
+
+    tree: RankTree
+    planned: HFFolderPlan
+    run: Run
+    options: HFOptions
+
+
+def plan_restoration(folder: Path, options: HFOptions) -> Restoration:
+    """Plan ms2hf from the manifest and the headers of the slices. Raises Refused with everything that does not fit."""
+    tree = read_rank_tree(folder)
+    planned = plan_hf_folder(tree, options.dtype)
+    manifest = (folder / MANIFEST).read_bytes()
+    decisive = [xxhash.xxh3_128(manifest).hexdigest(), options.dtype, str(options.allow_overflow)]
+    identity = xxhash.xxh3_128(json.dumps(decisive).encode()).hexdigest()
+    shown = {"rank tree": str(folder.resolve()), "--dtype": options.dtype, "--allow-overflow": str(options.allow_overflow)}
+    return Restoration(tree, planned, Run(identity, shown), options)
+
+
+def restore(restoration: Restoration, output: Path, on_progress: Callable[[int], None] | None = None) -> Outcome:
+    """Write the Hugging Face folder: weights, then index and side files, `config.json` last. Continues an unfinished run.
+
+    Raises Refused when slices disagree with each other or with the manifest's checksums.
+    """
+    tree, options = restoration.tree, restoration.options
+    refuse_overlap(tree.path, output)
+    outcome = Outcome(output)
+    with OutputFolder(output, HF_FOLDER, restoration.run, overwrite=options.overwrite, lock_places=[0]) as folder:
+        remaining = unfinished_files(restoration.planned.plan.files, folder, options.workers)
+        outcome.notes += folder.notes
+        plan = Plan(remaining)
+        missing_space(output, plan.nbytes)
+        check_slices(tree, plan, options.workers)
+        if on_progress is not None:
+            on_progress(restoration.planned.plan.nbytes - plan.nbytes)
+        results = execute(
+            plan, output, workers=options.workers, on_progress=on_progress,
+            on_file_done=lambda result: folder.record(FileRecord(result.path, result.size, dict(result.checksums))),
+            allow_overflow=options.allow_overflow,
+        )  # fmt: skip
+        outcome.files, outcome.bytes_written = len(results), sum(result.size for result in results)
+        _finish(restoration, folder)
+    return outcome
+
+
+def check_slices(tree: RankTree, plan: Plan, workers: int) -> None:
+    """Compare every slice that the plan reads, and every replica, with the checksum that the manifest recorded for it.
+
+    Raises Refused, naming file and parameter: bytes that changed, replicas that differ.
+    """
+    recorded = recorded_checksums(tree.manifest)
+    ranks = {tensor.path: rank for rank, slices in tree.slices.items() for tensor in slices.values()}
+    problems = []
+    for replicas in replicas_of(tree):
+        sums = {recorded[rank, replicas.name] for rank, _ in replicas.tensors}
+        if len(sums) > 1:
+            files = ", ".join(tree.manifest.files[rank].path for rank, _ in replicas.tensors)
+            problems.append(
+                Problem(
+                    f"{replicas.name} differs between its replicas",
+                    files,
+                    "a run that broke synchronisation wrote this: choose another checkpoint",
+                )
+            )
+    wanted = {
+        (ranks[copy.source.path], copy.source.name): copy.source for file in plan.files for tensor in file.tensors for copy in tensor.copies
+    }
+    wanted |= {(rank, replicas.name): tensor for replicas in replicas_of(tree) for rank, tensor in replicas.tensors}
+    with ThreadPoolExecutor(workers) as pool:
+        found = list(pool.map(checksum, wanted.values()))
+    changed = [tensor for (key, tensor), xxh3 in zip(wanted.items(), found, strict=True) if xxh3 != recorded[key]]
+    problems += [_changed(tree, tensor) for tensor in changed]
+    if problems:
+        raise Refused("the slices are not what was written", problems[:40])
+
+
+def _changed(tree: RankTree, tensor: StoredTensor) -> Problem:
+    where = tensor.path.relative_to(tree.path).as_posix()
+    return Problem(f"{tensor.name} is not what the manifest recorded (checksum)", where, "restore the file, or run hf2ms again")
+
+
+def _finish(restoration: Restoration, folder: OutputFolder) -> None:
+    """Side files and index; config.json last, because a folder without it cannot be loaded."""
+    source = restoration.tree.manifest.source
+    side = restoration.tree.path / SIDE_FOLDER
+    index = _index_to_write(restoration)
+    kept = [record for record in source.side_files if record.name not in (CONFIG, source.index)]
+    if source.index is not None and index is None:
+        kept += [record for record in source.side_files if record.name == source.index]
+    restore_side_files(kept, side, folder.path)
+    if index is not None:
+        write_atomically(folder.path / "model.safetensors.index.json", index)
+    restore_side_files(_config_record(source.side_files), side, folder.path)
+    folder.finish()
+
+
+def _config_record(records: Iterable[SideFileRecord]) -> list[SideFileRecord]:
+    return [record for record in records if record.name == CONFIG]
+
+
+def _index_to_write(restoration: Restoration) -> str | None:
+    """A new index, or None when the original one is still right or there was none."""
+    source, planned = restoration.tree.manifest.source, restoration.planned
+    if source.index is None:
+        return None
+    unchanged = source.form == "safetensors" and not source.dropped and restoration.options.dtype == "original"
+    if unchanged:
+        return None
+    weight_map = {tensor.name: file.path for file in planned.plan.files for tensor in file.tensors}
+    return index_text(weight_map, planned.plan.nbytes)

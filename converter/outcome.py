@@ -1,0 +1,27 @@
+"""What a run did, common to both directions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mappings.errors import refuse
+
+
+@dataclass
+class Outcome:
+    """`finished` is False when other ranks are still to be written (`missing_ranks`). `notes` are for the user to read."""
+
+    output: Path
+    finished: bool = True
+    files: int = 0
+    bytes_written: int = 0
+    notes: list[str] = field(default_factory=list)
+    missing_ranks: tuple[int, ...] = ()
+
+
+def refuse_overlap(source: Path, output: Path) -> None:
+    """Raises Refused when input and output are one folder or lie in one another."""
+    here, there = source.resolve(), output.resolve()
+    if here == there or here.is_relative_to(there) or there.is_relative_to(here):
+        raise refuse("the output folder and the input folder lie in one another", str(output), "give an -o outside the input folder")

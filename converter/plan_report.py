@@ -1,0 +1,130 @@
+"""The facts of a plan, for a person (`--dry-run`) and for machines (`--json`): one dictionary, shown in two ways."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from converter.hf2ms import Conversion
+from converter.layout import slice_of
+from converter.memory import peak_memory
+from converter.ms2hf import Restoration
+from converter.plan import Plan
+from mappings.names import fold_names
+
+
+def conversion_facts(conversion: Conversion) -> dict[str, Any]:
+    """What hf2ms would do, from headers alone. Sizes in bytes; names folded over layers."""
+    source, layout, folder = conversion.source, conversion.layout, conversion.source.folder
+    return {
+        "command": "hf2ms",
+        "model": str(folder.path),
+        "family": source.table.family,
+        "table": source.table.where,
+        "layout": layout.to_json(),
+        "format": conversion.options.file_format,
+        "dtype": conversion.options.dtype,
+        "parameters": sum(tensor.elements for name, tensor in source.tensors.items() if name in source.expansion.hf_shapes),
+        "source": {
+            "files": len(folder.files),
+            "tensors": len(source.tensors),
+            "bytes": sum(file.size for file in folder.files),
+            "dtypes": dict(Counter(tensor.dtype for tensor in source.tensors.values())),
+        },
+        "ranks": _rank_facts(conversion),
+        "dropped": _dropped(conversion),
+        "duplicates": [{"name": name, "of": of} for name, of in source.duplicates.items()],
+        "padded": _padded(conversion),
+        "replicated": _replicated(conversion),
+        "side_files": [side.name for side in folder.side_files],
+        "left": [{"name": name, "why": why} for name, why in folder.left],
+        "notes": list(source.notes),
+        "needs": _needs(conversion.mine.plan, conversion.options.workers, sum(side.size for side in folder.side_files)),
+        "bytes_by_dtype": dtype_bytes(conversion.mine.plan),
+    }
+
+
+def restoration_facts(restoration: Restoration) -> dict[str, Any]:
+    """What ms2hf would do."""
+    tree, plan = restoration.tree, restoration.planned.plan
+    return {
+        "command": "ms2hf",
+        "rank_tree": str(tree.path),
+        "family": tree.manifest.family,
+        "layout": tree.layout.to_json(),
+        "files": [
+            {"path": file.path, "tensors": len(file.tensors), "bytes": sum(tensor.nbytes for tensor in file.tensors)} for file in plan.files
+        ],
+        "not_restored": [
+            {"name": name, "why": tree.manifest.source.dropped[first]}
+            for why in sorted(set(tree.manifest.source.dropped.values()))
+            for names in [[name for name, reason in tree.manifest.source.dropped.items() if reason == why]]
+            for first in names[:1]
+            for name in fold_names(names)
+        ],
+        "side_files": [record.name for record in tree.manifest.source.side_files],
+        "renamed": {old: new for old, new in restoration.planned.renamed.items() if old != new},
+        "needs": _needs(plan, restoration.options.workers, sum(record.size for record in tree.manifest.source.side_files)),
+        "bytes_by_dtype": dtype_bytes(plan),
+    }
+
+
+def dtype_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes of each dtype that the plan writes."""
+    total: Counter[str] = Counter()
+    for file in plan.files:
+        for tensor in file.tensors:
+            total[tensor.dtype] += tensor.nbytes
+    return dict(total)
+
+
+def _needs(plan: Plan, workers: int, side_bytes: int) -> dict[str, int]:
+    return {"disk": plan.nbytes + side_bytes, "memory": peak_memory(plan, workers), "workers": workers}
+
+
+def _rank_facts(conversion: Conversion) -> list[dict[str, Any]]:
+    planned = {file.path: file for file in conversion.mine.plan.files}
+    linked = dict(conversion.mine.links)
+    ends = [sum(conversion.layout.layers_per_stage[: stage + 1]) for stage in range(conversion.layout.pp)]
+    facts = []
+    for rank, path in conversion.mine.files_of_rank.items():
+        place, file = conversion.layout.coordinates(rank), planned[linked.get(path, path)]
+        first = ends[place.stage] - conversion.layout.layers_per_stage[place.stage]
+        facts.append(
+            {
+                "rank": rank, "stage": place.stage, "data": place.data, "tensor": place.tensor,
+                "layers": [first, ends[place.stage] - 1], "file": path, "link_to": linked.get(path),
+                "tensors": len(file.tensors), "bytes": sum(tensor.nbytes for tensor in file.tensors),
+            }
+        )  # fmt: skip
+    return facts
+
+
+def _dropped(conversion: Conversion) -> list[dict[str, str]]:
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for name, drop in conversion.source.dropped.items():
+        by_reason[drop.why].append(name)
+    return [{"name": name, "why": why} for why, names in by_reason.items() for name in fold_names(names)]
+
+
+def _padded(conversion: Conversion) -> list[dict[str, Any]]:
+    layout = conversion.layout
+    if layout.padded_vocab == layout.vocab:
+        return []
+    names = [item.name for item in conversion.source.expansion.parameters.values() if item.parameter.cut == "vocab"]
+    return [{"name": name, "axis": "vocab", "from": layout.vocab, "to": layout.padded_vocab} for name in names]
+
+
+def _replicated(conversion: Conversion) -> list[dict[str, Any]]:
+    """Parameters that several ranks hold whole or share a head of; and the tied embedding's two places."""
+    source, layout = conversion.source, conversion.layout
+    copies: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for item in source.expansion.parameters.values():
+        piece = slice_of(item.parameter, item.shape, source.expansion.sizes, layout, 0)
+        stages = layout.stages_of(item.parameter, item.layer, source.config.tied)
+        if layout.tp > 1 and piece.replicas > 1:
+            why = "whole on every tensor-parallel rank" if piece.axis is None else f"KV heads shared by {piece.replicas} ranks each"
+            copies[why, piece.replicas].append(item.name)
+        if len(stages) > 1:
+            copies["tied: on the first and on the last stage", len(stages)].append(item.name)
+    return [{"name": name, "copies": count, "why": why} for (why, count), names in copies.items() for name in fold_names(names)]

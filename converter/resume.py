@@ -1,0 +1,33 @@
+"""Continuing an unfinished run: which files are there already, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from converter.formats import READERS
+from converter.output_folder import FileRecord, OutputFolder
+from converter.plan import TargetFile
+from converter.stored_bytes import checksum
+from mappings.errors import Refused
+
+
+def unfinished_files(files: Iterable[TargetFile], folder: OutputFolder, workers: int) -> tuple[TargetFile, ...]:
+    """The files that are still to be written: those without a record, and those whose bytes are no longer what was recorded."""
+    planned = tuple(files)
+    recorded = [file for file in planned if file.path in folder.records]
+    with ThreadPoolExecutor(workers) as pool:
+        whole = list(pool.map(lambda file: _is_as_recorded(folder, folder.records[file.path], file), recorded))
+    for file, is_whole in zip(recorded, whole, strict=True):
+        if not is_whole:
+            folder.notes.append(f"{file.path} is not as it was written: writing it again")
+            folder.forget(file.path)
+    return tuple(file for file in planned if file.path not in folder.records)
+
+
+def _is_as_recorded(folder: OutputFolder, record: FileRecord, file: TargetFile) -> bool:
+    try:
+        stored = READERS[file.format](folder.path / file.path)
+        return {tensor.name: checksum(tensor) for tensor in stored} == record.checksums
+    except (Refused, OSError):
+        return False

@@ -1,0 +1,66 @@
+"""What the commands hf2ms and ms2hf do between the command line and the converter: plan, show, execute, tell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from converter.display import console, duration, printable, progress, ranges, show_plan, show_restoration, size
+from converter.hf2ms import RankTreeOptions, convert, plan_conversion
+from converter.ms2hf import HFOptions, plan_restoration, restore
+from converter.outcome import Outcome
+from converter.plan_report import conversion_facts, restoration_facts
+from mappings.tables import load_table
+
+
+def run_hf2ms(model: str, output: str | None, rules_file: str | None, *, dry_run: bool, as_json: bool, **choices: Any) -> None:
+    """Plan, and unless `dry_run` convert. Raises Refused."""
+    table = load_table(Path(rules_file)) if rules_file else None
+    conversion = plan_conversion(Path(model), RankTreeOptions(**choices), table)
+    facts = conversion_facts(conversion)
+    if dry_run or output is None:
+        click.echo(json.dumps(facts, indent=2)) if as_json else show_plan(facts)
+        return
+    if not as_json:
+        show_plan(facts)
+    with progress("hf2ms", conversion.mine.plan.nbytes, quiet=as_json) as shown:
+        outcome = convert(conversion, Path(output), shown.advance)
+    _tell(outcome, shown.seconds, facts, as_json, next_step=f"ms-convert ms2hf {output} -o BACK")
+
+
+def run_ms2hf(slices: str, output: str | None, *, dry_run: bool, as_json: bool, **choices: Any) -> None:
+    """Plan, and unless `dry_run` restore. Raises Refused."""
+    restoration = plan_restoration(Path(slices), HFOptions(**choices))
+    facts = restoration_facts(restoration)
+    if dry_run or output is None:
+        click.echo(json.dumps(facts, indent=2)) if as_json else show_restoration(facts)
+        return
+    if not as_json:
+        show_restoration(facts)
+    with progress("ms2hf", restoration.planned.plan.nbytes, quiet=as_json) as shown:
+        outcome = restore(restoration, Path(output), shown.advance)
+    _tell(outcome, shown.seconds, facts, as_json, next_step=f"AutoModel.from_pretrained({output!r})")
+
+
+def _tell(outcome: Outcome, seconds: float, facts: dict[str, Any], as_json: bool, next_step: str) -> None:
+    result = {
+        "output": str(outcome.output), "finished": outcome.finished, "files_written": outcome.files, "bytes_written": outcome.bytes_written,
+        "seconds": round(seconds, 3), "missing_ranks": list(outcome.missing_ranks), "notes": outcome.notes,
+    }  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(facts | {"result": result}, indent=2))
+        return
+    out = console()
+    for note in outcome.notes:
+        out.print(f"  [yellow]note[/]     {printable(note)}")
+    if outcome.files:
+        rate = f"{size(outcome.bytes_written / seconds)}/s"
+        out.print(f"  wrote    {outcome.files} file(s), {size(outcome.bytes_written)} in {duration(seconds)} ({rate})")
+    if outcome.finished:
+        out.print(f"[bold green]done[/]  {printable(str(outcome.output))}   next: {printable(next_step)}")
+    else:
+        missing = ranges(list(outcome.missing_ranks))
+        out.print(f"[bold yellow]not finished[/]  {printable(str(outcome.output))}: ranks {missing} are still to be written (--ranks)")
