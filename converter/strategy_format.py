@@ -148,7 +148,12 @@ def _dims(source: BytesSource, layouts: Field, number: int) -> tuple[int, ...]:
     message = _one(source, layouts, number)
     if message.wire != LENGTH:
         raise WireError(f"no message at byte {message.start}")
-    return tuple(value for field in fields(source, message.start, message.end) for value in read_integers(source, field))
+    dims: list[int] = []
+    for field in fields(source, message.start, message.end):
+        if field.number != 1:
+            raise WireError(f"field {field.number} at byte {field.start} is not of a list of dims")
+        dims.extend(read_integers(source, field))
+    return tuple(dims)
 
 
 def _integer(source: BytesSource, message: Field, number: int) -> int:
