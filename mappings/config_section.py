@@ -126,7 +126,7 @@ def parse_config_section(data: dict[str, Any], where: str, architectures: Collec
     """
     reader = _SectionReader(where, architectures)
     base = reader.read_entries(data, "[config]", ("variant",))
-    variants = tuple(reader.variants(data.get("variant", [])))
+    variants = tuple(reader.variants(data.get("variant", []) if isinstance(data, dict) else []))
     section = ConfigSection(where, base, variants)
     for architecture in ("", *(name for names, _ in variants for name in names)):
         reader.check_whole(section.entries_for(architecture), f"[config] for {architecture}" if architecture else "[config]")
