@@ -10,7 +10,7 @@ from converter.layout import Slice
 from converter.plan import StridedCopy
 from converter.tensors import StoredTensor, contiguous_strides
 from mappings.axes import AtomPlace, View
-from mappings.expand import Expansion, Pairing, expert_offset
+from mappings.expand import Expansion, Pairing, expert_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,35 @@ class PairedBox:
         return StridedCopy(source, self.ms_offset, self.ms_strides, self.hf_offset, self.hf_strides, self.shape)
 
 
-def paired_boxes(expansion: Expansion, pairing: Pairing, piece: Slice, hf_strides: tuple[int, ...]) -> Iterator[PairedBox]:
+def paired_boxes(expansion: Expansion, pairing: Pairing, piece: Slice, hf_strides: tuple[int, ...]) -> tuple[PairedBox, ...]:
     """The boxes that the slice `piece` of parameter `pairing.ms` shares with the HF tensor, whose axes have `hf_strides`.
 
     Usually one box; a cut inside a composite axis can need up to three for each of its atoms. None when the slice is all padding.
+    Every layer and expert of a rule has the same boxes, but for an expert's place in the stack: they are worked out once.
     """
+    key = (id(pairing.rule), pairing.label, piece, hf_strides)
+    if key not in expansion.boxes:
+        expansion.boxes[key] = (tuple(_boxes_of_rule(expansion, pairing, piece, hf_strides)), _expert_stride(expansion, pairing, piece))
+    boxes: tuple[PairedBox, ...]
+    boxes, expert_stride = expansion.boxes[key]
+    if not pairing.expert:
+        return boxes
+    shift = pairing.expert * expert_stride
+    return tuple(PairedBox(box.hf_offset, box.hf_strides, box.ms_offset + shift, box.ms_strides, box.shape) for box in boxes)
+
+
+def _expert_stride(expansion: Expansion, pairing: Pairing, piece: Slice) -> int:
+    if pairing.expert is None:
+        return 0
+    return expert_stride(pairing, expansion, contiguous_strides(piece.shape(expansion.parameters[pairing.ms].shape)))
+
+
+def _boxes_of_rule(expansion: Expansion, pairing: Pairing, piece: Slice, hf_strides: tuple[int, ...]) -> Iterator[PairedBox]:
+    """The boxes of a rule's first layer and expert."""
     ms_strides = contiguous_strides(piece.shape(expansion.parameters[pairing.ms].shape))
     hf, ms = expansion.views(pairing, hf_strides, ms_strides)
     places = {place.name: place for place in hf.atoms}
-    ms_start = expert_offset(pairing, expansion, ms_strides)
-    if piece.axis is not None:
-        ms_start -= piece.start * ms_strides[piece.axis]
+    ms_start = 0 if piece.axis is None else -piece.start * ms_strides[piece.axis]
     for box in _boxes_of_slice(ms, piece):
         kept = [(place, start, length) for place, start, length in box if place.name in places]
         dims = [(place, length) for place, _, length in kept if length > 1]

@@ -54,12 +54,13 @@ class Expansion:
     parameters: dict[str, ParameterOfModel] = field(default_factory=dict)
     drops: dict[str, Drop] = field(default_factory=dict)
     duplicates: dict[str, str] = field(default_factory=dict)
+    boxes: dict[Any, Any] = field(default_factory=dict)  # worked out and kept by converter/copies.py
     _views: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], tuple[View, View]] = field(default_factory=dict)
 
     def views(self, pairing: Pairing, hf_strides: tuple[int, ...], ms_strides: tuple[int, ...]) -> tuple[View, View]:
         """The two views that hold the same elements: of the HF tensor and of the parameter, for tensors with these strides.
 
-        The views' atoms have the same names; `{expert}` is not applied (`expert_offset`).
+        The views' atoms have the same names; `{expert}` is not applied (`expert_stride`).
         """
         key = (id(pairing.rule), pairing.label, hf_strides, ms_strides)
         if key not in self._views:
@@ -195,13 +196,11 @@ def _expand_duplicates(expansion: Expansion, config: ModelConfig) -> None:
                 expansion.duplicates[fill(name, layer=layer)] = original
 
 
-def expert_offset(pairing: Pairing, expansion: Expansion, ms_strides: tuple[int, ...]) -> int:
-    """Where the slice of `pairing.expert` starts in the stacked parameter (elements); 0 for an ordinary pairing."""
-    if pairing.expert is None:
-        return 0
+def expert_stride(pairing: Pairing, expansion: Expansion, ms_strides: tuple[int, ...]) -> int:
+    """How far one expert's slice lies from the next in the stacked parameter (elements)."""
     atom = PLACEHOLDER_ATOM["expert"]
     _, ms = expansion.views(pairing, _no_strides(pairing.rule.hf_axes), ms_strides)
-    return pairing.expert * next(place.stride for place in ms.atoms if place.name == atom)
+    return next(place.stride for place in ms.atoms if place.name == atom)
 
 
 def _no_strides(axes: Axes) -> tuple[int, ...]:

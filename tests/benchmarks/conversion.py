@@ -1,0 +1,63 @@
+"""hf2ms and ms2hf against `cp -r` of the same folder: time as ratios, and memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.benchmarks.models import expert_folder, llama_folder
+from tests.benchmarks.timing import Contender, Times, in_turn, machine, run_once
+
+PROGRAM = [sys.executable, "-m", "converter.cli"]
+TREE = ["--tp", "2", "--pp", "2", "--workers", "2"]
+
+
+def measure(work: Path, gigabytes: float, rounds: int) -> None:
+    """Print the table for a Llama folder of this size."""
+    model = llama_folder(work / f"llama-{gigabytes:g}gb", gigabytes)
+    tree = work / "tree"
+    run_once([*PROGRAM, "hf2ms", str(model), "-o", str(tree), *TREE, "--overwrite"])
+    contenders = [
+        Contender("cp -r", ["cp", "-r", str(model), str(work / "cp")], work / "cp"),
+        Contender("hf2ms to safetensors", [*PROGRAM, "hf2ms", str(model), "-o", str(work / "out"), *TREE], work / "out"),
+        Contender("hf2ms to .ckpt", [*PROGRAM, "hf2ms", str(model), "-o", str(work / "ckpt"), *TREE, "--format", "ckpt"], work / "ckpt"),
+        Contender("ms2hf", [*PROGRAM, "ms2hf", str(tree), "-o", str(work / "back"), "--workers", "2"], work / "back"),
+    ]
+    times = in_turn(contenders, rounds)
+    show(f"{gigabytes:g} GB bfloat16 Llama, 4 shards, tp 2 x pp 2, 2 workers, {rounds} rounds in turn", times)
+
+
+def show(title: str, times: dict[str, Times] | object) -> None:
+    """A table of medians, ratios to the first contender, and peaks."""
+    assert isinstance(times, dict)
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "median s", "min-max s", "x cp", "peak MB"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    base = next(iter(times.values())).median
+    for name, runs in times.items():
+        spread = f"{min(runs.seconds):.2f}-{max(runs.seconds):.2f}"
+        table.add_row(name, f"{runs.median:.2f}", spread, f"{runs.median / base:.2f}", f"{max(runs.peak_bytes) / 1e6:.0f}")
+    Console(width=110).print(table)
+
+
+def measure_planning(work: Path) -> None:
+    """`--dry-run` of a 671B-parameter folder, and `--help`."""
+    model, rules = expert_folder(work / "experts-671b")
+    command = [*PROGRAM, "hf2ms", str(model), "--rules", str(rules), "--tp", "4", "--pp", "16", "--dry-run"]
+    dry = [run_once(command) for _ in range(3)]
+    print(f"--dry-run of 671B parameters, tp 4 x pp 16: {sorted(dry)[1][0]:.2f} s, peak {max(peak for _, peak in dry) / 1e6:.0f} MB")
+    helps = sorted(run_once([str(Path(sys.executable).with_name("ms-convert")), "--help"])[0] for _ in range(7))
+    print(f"ms-convert --help: {helps[3]:.2f} s")
+
+
+def main(work: Path, rounds: int = 5, large: bool = True) -> None:
+    """All measurements of this file."""
+    print(f"{machine()}, {time.strftime('%Y-%m-%d')}")
+    measure(work, 2.0, rounds)
+    if large:
+        measure(work, 8.0, 1)
+    measure_planning(work)
