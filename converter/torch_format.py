@@ -64,7 +64,7 @@ def read_torch_bin(path: Path) -> list[StoredTensor]:
             raise refuse(f"this is {KINDS['torch_legacy'].phrase}", str(path), KINDS["torch_legacy"].mend)
         if recognise_opening(opening, size) != "torch_zip":
             raise not_a("torch_zip", path, opening, size)
-        storages = _storages(_BoundedReads(file), size, path)
+        storages = _storages(_BoundedReads(file, size), size, path)
         state = _load(path)
         _check_state(state, path)
         placed = _placed(state.values(), storages, file, path)
@@ -74,15 +74,17 @@ def read_torch_bin(path: Path) -> list[StoredTensor]:
 class _BoundedReads:
     """A binary file of which no single read is large: a zip's directory has the size that the file claims."""
 
-    def __init__(self, file: io.BufferedReader) -> None:
+    def __init__(self, file: io.BufferedReader, size: int) -> None:
         self._file = file
+        self._size = size
         self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
 
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(min(size, _MAX_INDEX + 1) if size >= 0 else _MAX_INDEX + 1)
-        if len(data) > _MAX_INDEX:
-            raise zipfile.BadZipFile(f"its directory is larger than {_MAX_INDEX} bytes")
-        return data
+    def read(self, length: int = -1) -> bytes:
+        rest = max(0, self._size - self.tell())
+        length = min(length, rest) if length >= 0 else rest
+        if length > _MAX_INDEX:
+            raise zipfile.BadZipFile(f"a directory of {length} bytes ({_MAX_INDEX} at most)")
+        return self._file.read(length)
 
 
 def _storages(file: _BoundedReads, size: int, path: Path) -> list[_Storage]:
@@ -132,6 +134,8 @@ def _content(file: _BoundedReads, place: _Storage) -> bytes:
 
 def _check_pickle(pickled: bytes, path: Path) -> None:
     """Refuse a pickle that names anything but what a state dict of plain tensors is made of. It is taken apart, not executed."""
+    if pickled[:1] != b"\x80" or not b"\x02" <= pickled[1:2] <= b"\x05":
+        raise refuse("its description is not a pickle as PyTorch writes it", str(path), _UNTRUSTED)
     found: set[str] = set()
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name == "GLOBAL":
