@@ -45,10 +45,11 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     with opened(path) as (descriptor, size):
         header = _header_bytes(descriptor, size, path)
     try:
-        entries, metadata = _parse(header)
+        tensors, metadata = _parse(header, path)
     except _Malformed as error:
         raise refuse(f"the header of this safetensors file is malformed: {error}", str(path), _BROKEN) from error
-    tensors = _tensors(entries, 8 + len(header), path)
+    # Stable: tensors without elements share their place and stay in the header's order
+    tensors.sort(key=lambda tensor: (tensor.extents[0].offset, tensor.extents[0].length))
     _check_coverage(tensors, 8 + len(header), size, path)
     return tensors, metadata
 
@@ -66,20 +67,26 @@ def _header_bytes(descriptor: int, size: int, path: Path) -> bytes:
     return os.pread(descriptor, length, 8)
 
 
-def _parse(header: bytes) -> tuple[list[tuple[str, dict[str, object]]], dict[str, str]]:
+def _parse(header: bytes, path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     try:
         cursor = _Cursor(header.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _Malformed(f"not UTF-8 at byte {8 + error.start}") from error
-    entries: list[tuple[str, dict[str, object]]] = []
+    tensors: list[StoredTensor] = []
     metadata: dict[str, str] = {}
+    problems = Problems(path)
     for name in cursor.members():
         if name == _METADATA:
             metadata = {key: cursor.string() for key in cursor.members()}
+            continue
+        tensor = _tensor(name, cursor.entry(), 8 + len(header), path)
+        if isinstance(tensor, str):
+            problems.add(name, tensor)
         else:
-            entries.append((name, cursor.entry()))
+            tensors.append(tensor)
     cursor.end()
-    return entries, metadata
+    problems.raise_if_any("entries of this safetensors header are refused")
+    return tensors, metadata
 
 
 class _Cursor:
@@ -93,10 +100,11 @@ class _Cursor:
         self._decoder = json.JSONDecoder(object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
 
     def _accept(self, mark: str) -> bool:
-        space = self._space.match(self._text, self._position)
-        self._position = space.end() if space else self._position
         if not self._text.startswith(mark, self._position):
-            return False
+            space = self._space.match(self._text, self._position)
+            self._position = space.end() if space else self._position
+            if not self._text.startswith(mark, self._position):
+                return False
         self._position += len(mark)
         return True
 
@@ -145,8 +153,7 @@ class _Cursor:
         return value
 
     def end(self) -> None:
-        self._accept("")
-        if self._position != len(self._text):
+        if self._text[self._position :].strip(" \t\n\r"):
             raise _Malformed(f"text after its end, at character {self._position}")
 
 
@@ -159,21 +166,6 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
-
-
-def _tensors(entries: Sequence[tuple[str, Mapping[str, object]]], start: int, path: Path) -> list[StoredTensor]:
-    problems = Problems(path)
-    tensors = []
-    for name, entry in entries:
-        tensor = _tensor(name, entry, start, path)
-        if isinstance(tensor, str):
-            problems.add(name, tensor)
-        else:
-            tensors.append(tensor)
-    problems.raise_if_any("entries of this safetensors header are refused")
-    # Stable: tensors without elements share their place and stay in the header's order
-    tensors.sort(key=lambda tensor: (tensor.extents[0].offset, tensor.extents[0].length))
-    return tensors
 
 
 def _tensor(name: str, entry: Mapping[str, object], start: int, path: Path) -> StoredTensor | str:

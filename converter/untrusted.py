@@ -56,8 +56,9 @@ def shape_problem(shape: Sequence[object]) -> str | None:
     """Why `shape` is not accepted as a tensor's shape, or None. JSON's true and 1.0 are not sizes."""
     if len(shape) > MAX_AXES:
         return f"{len(shape)} axes ({MAX_AXES} at most)"
-    if not all(type(axis) is int and 0 <= axis <= MAX_SIZE for axis in shape):
-        return f"a shape that holds something else than sizes from 0 to {MAX_SIZE}"
+    for axis in shape:
+        if type(axis) is not int or not 0 <= axis <= MAX_SIZE:
+            return f"a shape that holds something else than sizes from 0 to {MAX_SIZE}"
     return None
 
 

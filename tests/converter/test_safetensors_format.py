@@ -183,6 +183,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "an endless name": (_file({"w" * 5000: _entry()}, bytes(24)), "a name of 5000 characters"),
     "bytes that are not UTF-8": (_file(f'{{"w\xff":{_RAW}}}').replace(b"\xc3\xbf", b"\xff\xff"), "not UTF-8 at byte 11"),
     "text after the end": (_file(f'{{"w":{_RAW}}} {{}}', bytes(24)), "text after its end"),
+    "a zero byte after the end": (_file(f'{{"w":{_RAW}}}\0', bytes(24)), "text after its end"),
     "a comma too many": (_file(f'{{"w":{_RAW},}}', bytes(24)), 'no " at character'),
     "a header that ends early": (_file(f'{{"w":{_RAW}', bytes(24)), "no , at character"),
     "a header without end": (_file('{"w'), "no string at character"),
