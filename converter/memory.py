@@ -6,7 +6,7 @@ from converter.gather import BLOCK_BYTES, SPAN_BYTES
 from converter.plan import Plan
 
 BASE_BYTES = 60_000_000  # the interpreter with numpy, measured
-COPY_BYTES = 700  # a planned copy and its share of names, measured
+COPY_BYTES = 350  # a planned copy with its share of headers and names, measured
 
 
 def peak_memory(plan: Plan, workers: int) -> int:

@@ -17,7 +17,7 @@ from mappings.errors import refuse
 BLOCK_BYTES = 4 << 20
 MAX_SMALL_BYTES = 256 << 20
 
-_NUMPY = {
+NUMPY_TYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
@@ -57,7 +57,7 @@ def read_small(tensor: StoredTensor) -> np.ndarray[Any, Any]:
     if sum(extent.length for extent in tensor.extents) > MAX_SMALL_BYTES:
         raise refuse(f"{tensor.name} is too large for what it should be", str(tensor.path), "check that the file is this model's")
     content = b"".join(bytes(block) for block in blocks(tensor))
-    flat = np.frombuffer(content, dtype=_NUMPY[tensor.dtype])
+    flat = np.frombuffer(content, dtype=NUMPY_TYPES[tensor.dtype])
     strides = tuple(stride * flat.itemsize for stride in tensor.strides or contiguous_strides(tensor.shape))
     return np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False)
 
