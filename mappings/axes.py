@@ -25,6 +25,7 @@ REFINEMENTS: dict[str, tuple[str, ...]] = {"heads": ("kv_heads", "group"), "head
 
 _TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*|[()\[\]|:])")
 MAX_DEPTH = 8
+MAX_LENGTH = 1000
 
 
 class AxesError(ValueError):
@@ -132,6 +133,8 @@ class Axes:
 
 def parse_axes(text: str) -> Axes:
     """Read a layout. Raises AxesError with the place of the first mistake."""
+    if len(text) > MAX_LENGTH:
+        raise AxesError(f"{text[:60]!r}...: a layout has at most {MAX_LENGTH} characters")
     parser = _Parser(text)
     items = parser.sequence(0)
     parser.expect_end()
@@ -172,7 +175,7 @@ class _Parser:
         while self.peek() not in ("", ")", "]", "|"):
             token = self.take()
             if token == "(":
-                items.append(Composite(tuple(self.sequence(depth + 1))))
+                items.append(Composite(self.some(depth + 1, "( )")))
                 self.expect(")")
             elif token == "[":
                 items.append(self.parts(depth + 1))
@@ -182,6 +185,12 @@ class _Parser:
                 items.append(Atom(token))
         return items
 
+    def some(self, depth: int, place: str) -> tuple[Item, ...]:
+        items = tuple(self.sequence(depth))
+        if not items:
+            raise AxesError(f"{self.text!r}: {place} names no axis")
+        return items
+
     def parts(self, depth: int) -> Parts:
         parts: list[tuple[str, tuple[Item, ...]]] = []
         while True:
@@ -189,7 +198,7 @@ class _Parser:
             if not label.isidentifier():
                 raise AxesError(f"{self.text!r}: a part starts with a label, as in [q: ... | k: ...]")
             self.expect(":")
-            parts.append((label, tuple(self.sequence(depth))))
+            parts.append((label, self.some(depth, f"the part {label!r}")))
             if self.peek() != "|":
                 break
             self.take()

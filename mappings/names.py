@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ PLACEHOLDERS = ("layer", "expert")
 MAX_NAME_LENGTH = 512
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,17})(?=\.|\Z)")
 
 
 def placeholders(pattern: str) -> tuple[str, ...]:
@@ -29,17 +30,20 @@ def number_free(name: str) -> str:
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Names with their numbers folded: model.layers.{0..31}.mlp.up_proj.weight. Order of first appearance is kept."""
-    groups: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    """Names with their numbers folded: model.layers.{0..31}.mlp.up_proj.weight. Order of first appearance is kept.
+
+    Where not every combination of the numbers is among the names, their count follows.
+    """
+    groups: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
     for name in names:
-        groups[_NUMBER.sub("{}", name)].append(tuple(int(number) for number in _NUMBER.findall(name)))
-    return [_folded(shape, numbers) for shape, numbers in groups.items()]
+        groups[tuple(_NUMBER.split(name))].add(tuple(int(number) for number in _NUMBER.findall(name)))
+    return [_folded(pieces, numbers) for pieces, numbers in groups.items()]
 
 
-def _folded(shape: str, numbers: list[tuple[int, ...]]) -> str:
-    columns = [_ranges(sorted(set(column))) for column in zip(*numbers, strict=True)]
-    columns_in_order = iter(columns)
-    return re.sub(r"\{\}", lambda _: next(columns_in_order), shape)
+def _folded(pieces: tuple[str, ...], numbers: set[tuple[int, ...]]) -> str:
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    text = pieces[0] + "".join(_ranges(column) + piece for column, piece in zip(columns, pieces[1:], strict=True))
+    return text if math.prod(map(len, columns)) == len(numbers) else f"{text} ({len(numbers)} names)"
 
 
 def _ranges(values: list[int]) -> str:

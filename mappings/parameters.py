@@ -7,6 +7,7 @@ bundled model and the trainer declare their layers by it.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 from mappings.axes import Atom, Axes, AxesError, Composite, Item, Parts, parse_axes
 from mappings.errors import Problem, Refused
-from mappings.names import PLACEHOLDERS, placeholders
+from mappings.names import MAX_NAME_LENGTH, PLACEHOLDERS, placeholders
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,6 +27,9 @@ Stage = Literal["first", "last", "layer"]
 Role = Literal["", "embedding", "head"]
 REPLICATED = "replicated"
 KEYS = {"name", "axes", "cut", "stage", "role"}
+
+# MindSpore's tools take a dash in a parameter's name for the end of a pipeline stage's number
+_NAME = re.compile(r"(?:[A-Za-z0-9_]+|\{[a-z]+\})(?:\.(?:[A-Za-z0-9_]+|\{[a-z]+\}))*")
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,9 @@ def parse_parameter(data: Mapping[str, Any], where: str) -> tuple[Parameter | No
 
 def _problems_of(parameter: Parameter, where: str) -> list[Problem]:
     problems = []
+    if not _NAME.fullmatch(parameter.name) or len(parameter.name) > MAX_NAME_LENGTH:
+        what = f"{parameter.name[:80]!r} is no parameter's name"
+        problems.append(Problem(what, where, "use letters, digits and _, {layer} and {expert}, with dots between"))
     if parameter.stage not in ("first", "last", "layer"):
         problems.append(Problem(f"stage {parameter.stage!r} is unknown", where, 'use "first", "last" or "layer"'))
     if parameter.role not in ("", "embedding", "head"):

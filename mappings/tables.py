@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mappings.axes import REFINEMENTS, Axes, AxesError, parse_axes
+from mappings.config_values import shown
 from mappings.errors import Problem, Refused
 from mappings.hf_config import ConfigSection, parse_config_section
-from mappings.names import MAX_NAME_LENGTH, PLACEHOLDERS, placeholders
+from mappings.names import MAX_NAME_LENGTH, PLACEHOLDERS, fill, placeholders
 from mappings.parameters import Parameter, catalogue, parse_parameter
+from mappings.rules import PLACEHOLDER_ATOM, Drop, Duplicate, Rule, contradictions
 from model.config import ModelConfig
 
 if sys.version_info >= (3, 11):
@@ -32,50 +34,14 @@ else:
     import tomli as tomllib
 
 MAX_TABLE_BYTES = 1 << 20
-PLACEHOLDER_ATOM = {"expert": "experts"}
+MAX_ENTRIES = 1000
+MAX_DOTS = 200  # of a line: TOML readers take a time that grows with the square of a dotted key's parts
 CHECKS = ("inv_freq", "arange", "causal_mask", "masked_bias", "none")
 TABLE_KEYS = {"family", "description", "architectures", "prefix", "config", "axes", "parameter", "rule", "drop", "duplicate"}
 RULE_KEYS = {"hf", "hf_axes", "ms", "when", "from_layer", "to_layer"}
 CONDITIONS = {field.name for field in fields(ModelConfig) if field.type == "bool"}
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The HF tensor `hf` (the first spelling that is in the file) holds, laid out as `hf_axes`, the canonical parameters `ms`.
-
-    `ms` maps each label of `hf_axes` ("" for a tensor of a single part) to a parameter's name. The rule holds when all ModelConfig
-    fields in `when` are true ("not x": false), for layers `from_layer` <= layer < `to_layer` (a number or a key of config.json).
-    """
-
-    hf: tuple[str, ...]
-    hf_axes: Axes
-    ms: tuple[tuple[str, str], ...]
-    when: tuple[str, ...] = ()
-    from_layer: int | str = 0
-    to_layer: int | str | None = None
-
-    @property
-    def per_layer(self) -> bool:
-        return "layer" in placeholders(self.hf[0])
-
-
-@dataclass(frozen=True)
-class Drop:
-    """An HF tensor that is derived from the config: listed in the report, not carried and not restored. `check` recomputes it."""
-
-    hf: str
-    why: str
-    check: str
-
-
-@dataclass(frozen=True)
-class Duplicate:
-    """An HF tensor that some files hold a second time under another name; its bytes must equal those of `of`."""
-
-    hf: str
-    of: str
 
 
 @dataclass(frozen=True)
@@ -110,6 +76,12 @@ class FamilyTable:
             *(item.hf for item in self.duplicates),
         )
 
+    @property
+    def config_keys(self) -> set[str]:
+        """The keys of config.json that sizes and layer ranges are taken from, beside those of [config]."""
+        layers = (limit for rule in self.rules for limit in (rule.from_layer, rule.to_layer))
+        return {value for value in (*dict(self.axis_sizes).values(), *layers) if isinstance(value, str)}
+
     def rules_with_role(self, role: str) -> tuple[Rule, ...]:
         return tuple(rule for rule in self.rules if any(self.parameters[name].role == role for _, name in rule.ms))
 
@@ -117,9 +89,8 @@ class FamilyTable:
 def load_table(path: Path) -> FamilyTable:
     """Read a user's table. Raises Refused with every mistake."""
     try:
-        if path.stat().st_size > MAX_TABLE_BYTES:
-            raise Refused("not a rule table", [Problem("larger than 1 MiB", str(path), "give a TOML rule table")])
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            text = file.read(MAX_TABLE_BYTES + 1).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(
             "the rule table cannot be read", [Problem(str(error), str(path), "give a TOML rule table with --rules FILE")]
@@ -149,10 +120,14 @@ def bundled_table(family: str) -> FamilyTable:
 
 def parse_table(text: str, where: str) -> FamilyTable:
     """Validate the text of a table. Raises Refused with every mistake: file, rule, mend."""
+    if len(text) > MAX_TABLE_BYTES:
+        raise Refused("not a rule table", [Problem("larger than 1 MiB", where, "give a TOML rule table")])
+    if any(line.count(".") > MAX_DOTS for line in text.split("\n")):
+        raise Refused("not a rule table", [Problem(f"a line with more than {MAX_DOTS} dots", where, "write it as several lines")])
     try:
         data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise Refused("the rule table is not valid TOML", [Problem(str(error), where, "mend the TOML")]) from error
+    except (ValueError, RecursionError) as error:
+        raise Refused("the rule table is not valid TOML", [Problem(str(error)[:300], where, "mend the TOML")]) from error
     return _TableReader(data, text, where).read()
 
 
@@ -173,13 +148,14 @@ class _TableReader:
             self.wrong(f"unknown key {key!r}", f"known: {', '.join(sorted(TABLE_KEYS))}")
         family = self.string("family", required=True)
         architectures = self.strings(self.data.get("architectures"), "architectures", "", 'write architectures = ["LlamaForCausalLM"]')
-        config = self.config_section()
+        config = self.config_section(architectures)
         self.read_axes()
         self.each("parameter", self.parameter)
         rules = self.each("rule", self.rule)
         drops = self.each("drop", self.drop)
         duplicates = self.each("duplicate", self.duplicate)
-        self.check_names(rules, drops, duplicates)
+        for what, mend in contradictions(rules, drops, duplicates):
+            self.wrong(what, mend)
         if self.problems or config is None:
             raise Refused(
                 f"the rule table {self.where} has {len(self.problems)} mistake{'s' if len(self.problems) != 1 else ''}", self.problems
@@ -207,32 +183,42 @@ class _TableReader:
             return ()
         return tuple(values)
 
-    def config_section(self) -> ConfigSection | None:
+    def config_section(self, architectures: tuple[str, ...]) -> ConfigSection | None:
         section = self.data.get("config")
         if not isinstance(section, dict):
             self.wrong("[config] is missing", "say how config.json becomes a ModelConfig, as the bundled tables do")
             return None
         try:
-            return parse_config_section(section, self.where)
+            return parse_config_section(section, self.where, architectures or None)
         except Refused as error:
             self.problems += error.problems
             return None
 
     def read_axes(self) -> None:
         entries = self.data.get("axes", {})
-        for name, value in entries.items() if isinstance(entries, dict) else []:
-            key = value.get("key") if isinstance(value, dict) and set(value) == {"key"} else value
-            if isinstance(key, bool) or not isinstance(key, (int, str)) or (isinstance(key, int) and key < 1):
-                self.wrong(f"axis {name!r} has no size", f'write {name} = 128 or {name} = {{ key = "a_key_of_config_json" }}', "[axes]")
-            else:
-                self.own_axes[name] = key
         if not isinstance(entries, dict):
             self.wrong("[axes] is not a table", 'write [axes] and then name = 128 or name = { key = "..." }')
+            return
+        for name, value in entries.items():
+            size = value["key"] if isinstance(value, dict) and set(value) == {"key"} and isinstance(value["key"], str) else value
+            if name in KNOWN_ATOMS:
+                self.wrong(f"axis {name!r} has its size from ModelConfig", "take another name", "[axes]")
+            elif isinstance(size, bool) or not (isinstance(size, int) or size is not value) or (isinstance(size, int) and size < 1):
+                self.wrong(
+                    f"axis {name[:80]!r} has no size",
+                    f'write {name[:80]} = 128 or {name[:80]} = {{ key = "a_key_of_config_json" }}',
+                    "[axes]",
+                )
+            else:
+                self.own_axes[name] = size
 
     def each(self, key: str, read: Callable[[dict[str, Any], str], T | None]) -> list[T]:
         entries = self.data.get(key, [])
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             self.wrong(f"{key!r} is not a list of tables", f"write [[{key}]] before each")
+            return []
+        if len(entries) > MAX_ENTRIES:
+            self.wrong(f"{len(entries)} entries [[{key}]]: at most {MAX_ENTRIES} are read", "use {layer} and {expert} in names")
             return []
         found = []
         for index, entry in enumerate(entries, start=1):
@@ -262,23 +248,31 @@ class _TableReader:
         for key in sorted(set(entry) - known):
             self.wrong(f"unknown key {key!r}", f"known: {', '.join(sorted(known))}", place)
 
-    def hf_names(self, entry: dict[str, Any], place: str) -> tuple[str, ...]:
-        names = self.strings(entry.get("hf"), "hf", place, 'write hf = "model.layers.{layer}.mlp.up_proj.weight"')
+    def hf_names(self, value: Any, key: str, place: str) -> tuple[str, ...]:
+        names = self.strings(value, key, place, f'write {key} = "model.layers.{{layer}}.mlp.up_proj.weight"')
         for name in names:
             for placeholder in placeholders(name):
                 if placeholder not in PLACEHOLDERS:
                     self.wrong(f"unknown placeholder {{{placeholder}}} in {name!r}", "use {layer} or {expert}", place)
-        if len({placeholders(name) for name in names}) > 1:
-            self.wrong("the spellings of hf have different placeholders", "let every spelling have the same", place)
+            if {"{", "}"} & set(fill(name, **dict.fromkeys(placeholders(name), 0))):
+                self.wrong(f"{name!r} has a brace without its partner", "use {layer} or {expert}", place)
+        if len({frozenset(placeholders(name)) for name in names}) > 1:
+            self.wrong(f"the spellings of {key} have different placeholders", "let every spelling have the same", place)
         return names
+
+    def hf_name(self, entry: dict[str, Any], key: str, place: str) -> str | None:
+        names = self.hf_names(entry.get(key), key, place)
+        if len(names) > 1:
+            self.wrong(f"{key!r} is a list of names", f"write an entry for each {key}", place)
+        return names[0] if len(names) == 1 else None
 
     def rule(self, entry: dict[str, Any], place: str) -> Rule | None:
         before = len(self.problems)
         self.check_keys(entry, RULE_KEYS, place)
-        names = self.hf_names(entry, place)
+        names = self.hf_names(entry.get("hf"), "hf", place)
         targets = self.targets(entry.get("ms"), place)
         when = self.conditions(entry.get("when", []), place)
-        layers = self.layer_range(entry, place)
+        layers = self.layer_range(entry, any("layer" in placeholders(name) for name in names), place)
         if len(self.problems) > before:
             return None
         axes = self.rule_axes(entry.get("hf_axes"), names, targets, place)
@@ -316,11 +310,18 @@ class _TableReader:
                 self.wrong(f"unknown condition {name!r}", f"use a yes/no field of ModelConfig: {', '.join(sorted(CONDITIONS))}", place)
         return tuple(names)
 
-    def layer_range(self, entry: dict[str, Any], place: str) -> tuple[int | str, int | str | None]:
+    def layer_range(self, entry: dict[str, Any], per_layer: bool, place: str) -> tuple[int | str, int | str | None]:
         start, stop = entry.get("from_layer", 0), entry.get("to_layer")
         for value in (start, stop):
             if isinstance(value, bool) or not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and value < 0):
-                self.wrong(f"{value!r} is no layer number", 'write from_layer = 3, or from_layer = "a_key_of_config_json"', place)
+                self.wrong(f"{shown(value)} is no layer number", 'write from_layer = 3, or from_layer = "a_key_of_config_json"', place)
+                return 0, None
+        if isinstance(start, int) and isinstance(stop, int) and start >= stop:
+            self.wrong(
+                f"no layer is from {start} to {stop}", "let from_layer be less than to_layer, which is the first layer without", place
+            )
+        if not per_layer and (start, stop) != (0, None):
+            self.wrong("a layer range for a tensor outside the layers", "leave from_layer and to_layer out, or use {layer} in hf", place)
         return start, stop
 
     def rule_axes(self, text: Any, names: tuple[str, ...], targets: dict[str, str], place: str) -> Axes | None:
@@ -364,45 +365,22 @@ class _TableReader:
 
     def drop(self, entry: dict[str, Any], place: str) -> Drop | None:
         self.check_keys(entry, {"hf", "why", "check"}, place)
-        names = self.hf_names(entry, place)
+        name = self.hf_name(entry, "hf", place)
         why, check = entry.get("why"), entry.get("check", "none")
-        if not isinstance(why, str) or not why:
+        if not isinstance(why, str) or not why.strip():
             self.wrong("'why' is missing: nothing is dropped without a reason", 'write why = "derived from rope_theta"', place)
         if check not in CHECKS:
-            self.wrong(f"unknown check {check!r}", f"known: {', '.join(CHECKS)}", place)
-        return Drop(names[0], str(why), str(check)) if names else None
+            self.wrong(f"unknown check {shown(check)}", f"known: {', '.join(CHECKS)}", place)
+        return Drop(name, str(why), str(check)) if name is not None else None
 
     def duplicate(self, entry: dict[str, Any], place: str) -> Duplicate | None:
         self.check_keys(entry, {"hf", "of"}, place)
-        names = self.hf_names(entry, place)
-        of = self.strings(entry.get("of"), "of", place, 'write of = "the hf name that it repeats"')
-        return Duplicate(names[0], of[0]) if names and of else None
-
-    def check_names(self, rules: list[Rule], drops: list[Drop], duplicates: list[Duplicate]) -> None:
-        seen: dict[str, str] = {}
-        everything = [
-            *[(rule.hf, "rule") for rule in rules],
-            *[((drop.hf,), "drop") for drop in drops],
-            *[((d.hf,), "duplicate") for d in duplicates],
-        ]
-        for names, kind in everything:
-            for name in names:
-                if name in seen and not _exclusive(name, rules):
-                    self.wrong(f"{name!r} stands in a {seen[name]} and in a {kind}", "each hf tensor has one fate: leave one out")
-                seen[name] = kind
-        for duplicate in duplicates:
-            if not any(duplicate.of in rule.hf for rule in rules):
-                self.wrong(f"duplicate of {duplicate.of!r}, which no rule names", "let 'of' be the hf name of a rule")
-        self.check_targets(rules)
-
-    def check_targets(self, rules: list[Rule]) -> None:
-        written: dict[str, list[Rule]] = {}
-        for rule in rules:
-            for _, ms in rule.ms:
-                written.setdefault(ms, []).append(rule)
-        for ms, writers in written.items():
-            if len(writers) > 1 and not _all_exclusive(writers):
-                self.wrong(f"{ms!r} is written by {len(writers)} rules", "leave one out, or let 'when' or the layers tell them apart")
+        name, of = self.hf_name(entry, "hf", place), self.hf_name(entry, "of", place)
+        if name is None or of is None:
+            return None
+        if set(placeholders(name)) != set(placeholders(of)):
+            self.wrong("hf and of have different placeholders", f"let {name!r} and {of!r} have the same", place)
+        return Duplicate(name, of)
 
 
 KNOWN_ATOMS = {atom for parameter in catalogue().values() for atom in parameter.axes.all_atoms()} | {
@@ -413,19 +391,3 @@ KNOWN_ATOMS = {atom for parameter in catalogue().values() for atom in parameter.
 def _fixed_atoms(hf: str, ms: str) -> set[str]:
     """Atoms of the ms side whose index the hf tensor's name gives: `{expert}` in the name picks one of `experts`."""
     return {PLACEHOLDER_ATOM[name] for name in placeholders(hf) if name in PLACEHOLDER_ATOM and name not in placeholders(ms)}
-
-
-def _exclusive(name: str, rules: list[Rule]) -> bool:
-    return _all_exclusive([rule for rule in rules if name in rule.hf])
-
-
-def _all_exclusive(rules: list[Rule]) -> bool:
-    """Whether no two rules can hold for the same layer: opposite conditions, or layer ranges that differ (checked again on expansion)."""
-    if len(rules) < 2:
-        return False
-    for index, first in enumerate(rules):
-        for second in rules[index + 1 :]:
-            opposite = any(f"not {name}" in second.when or f"not {name}".removeprefix("not not ") in second.when for name in first.when)
-            if not opposite and (first.from_layer, first.to_layer) == (second.from_layer, second.to_layer):
-                return False
-    return True
