@@ -36,6 +36,7 @@ _FIRST_SAFE = (2, 6)  # CVE-2025-32434: before it, weights_only=True could still
 _REBUILD = {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"}
 _TYPE_NAMES = {name.removeprefix("torch.") for name in SAFETENSORS_TYPES}
 _LOCAL_HEADER = 30  # bytes before the name: APPNOTE.TXT 4.3.7
+_UTF8_NAME = 1 << 11  # the flag of a member whose name is UTF-8
 _CHECKED = 16  # bytes of each storage that are compared with the file
 
 _SAVE_STATE = "load it where it was made and save model.state_dict() with safetensors.torch.save_file"
@@ -118,7 +119,8 @@ def _member(file: _BoundedReads, member: zipfile.ZipInfo, size: int) -> _Storage
     file.seek(member.header_offset)
     header = file.read(_LOCAL_HEADER)
     name = file.read(int.from_bytes(header[26:28], "little"))
-    if header[:4] != b"PK\x03\x04" or name != member.orig_filename.encode():
+    encoding = "utf-8" if member.flag_bits & _UTF8_NAME else "cp437"
+    if header[:4] != b"PK\x03\x04" or name != member.orig_filename.encode(encoding):
         raise zipfile.BadZipFile(f"no header of {quoted(member.filename)} at byte {member.header_offset}")
     offset = member.header_offset + _LOCAL_HEADER + len(name) + int.from_bytes(header[28:30], "little")
     if offset + member.file_size > size:

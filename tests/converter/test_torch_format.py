@@ -149,6 +149,14 @@ def test_a_file_written_without_checksums_is_read(scratch: Path) -> None:
     _assert_same(read_torch_bin(scratch), {"w": torch.arange(5.0)})
 
 
+@pytest.mark.parametrize("name", ["pytorch_model-00001-of-00002.bin", "Modèle 模型.bin", "PYTORCH_MODEL.BIN"])
+def test_the_archive_inside_may_have_any_name(name: str, tmp_path: Path) -> None:
+    import torch
+
+    torch.save(_state(), tmp_path / name)
+    _assert_same(read_torch_bin(tmp_path / name), _state())
+
+
 class _Runs:
     """Pickled as a call."""
 
