@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -74,10 +73,10 @@ def whole_number(value: object, low: float, high: float) -> int:
 
 
 def real_number(value: object, low: float, high: float) -> float:
-    """`value` as a finite float within the bounds. Raises ValueError with the reason."""
+    """`value` as a float within the bounds, which are finite. Raises ValueError with the reason."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"must be a number, not {shown(value)}")
-    if not low <= value <= high or (isinstance(value, float) and not math.isfinite(value)):
+    if not low <= value <= high:
         raise ValueError(f"must be from {low:g} to {high:g}, not {shown(value)}")
     return float(value)
 
@@ -100,10 +99,10 @@ def field_value(field: str, value: object) -> Any:
         if len(ids) > 1:
             raise ValueError(f"must be one id, not {shown(value)}")
         return ids[0] if ids else None
-    return _typed(_without_none(_HINTS[field]), value, *BOUNDS.get(field, (-math.inf, math.inf)))
+    return _typed(_without_none(_HINTS[field]), value, field)
 
 
-def _typed(hint: Any, value: object, low: float, high: float) -> Any:
+def _typed(hint: Any, value: object, field: str) -> Any:
     if get_origin(hint) is Literal:
         if not isinstance(value, str) or value not in get_args(hint):
             raise ValueError(f"must be one of {', '.join(get_args(hint))}, not {shown(value)}")
@@ -112,7 +111,7 @@ def _typed(hint: Any, value: object, low: float, high: float) -> Any:
         if not isinstance(value, bool):
             raise ValueError(f"must be true or false, not {shown(value)}")
         return value
-    return whole_number(value, low, high) if hint is int else real_number(value, low, high)
+    return whole_number(value, *BOUNDS[field]) if hint is int else real_number(value, *BOUNDS[field])
 
 
 def _without_none(hint: Any) -> Any:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mappings.config_section import ConfigSection
+from mappings.config_values import SETTABLE, field_value
 from mappings.errors import Refused
 from mappings.hf_config import parse_config_section
 from tests.mappings.sections import FAMILIES, table
@@ -93,6 +94,13 @@ def test_a_field_without_an_entry_is_a_mistake(field: str) -> None:
 def test_all_mistakes_are_reported_at_once() -> None:
     message = str(refusal({"layers": {"key": 1}, "hidden": {}, "nonsense": 1, "fixed": 3}))
     assert all(words in message for words in ("layers", "hidden", "nonsense", "[config.fixed]", "'kv_heads' has no entry"))
+
+
+@pytest.mark.parametrize("field", SETTABLE)
+def test_every_field_has_a_type_and_bounds(field: str) -> None:
+    for value in (object(), 10**60, float("inf"), float("nan")):
+        with pytest.raises(ValueError):
+            field_value(field, value)
 
 
 @pytest.mark.parametrize("data", [None, [], "x", 3])

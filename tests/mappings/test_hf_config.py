@@ -59,6 +59,11 @@ def test_what_sets_public_models_apart_is_read() -> None:
     assert [configs[name].tied for name in ("gpt2", "Llama-2-7b", "SmolLM2-135M", "bert-base-uncased")] == [True, False, True, True]
     assert (configs["gpt2"].activation, configs["gpt2"].ffn, configs["bert-base-uncased"].activation) == ("gelu_tanh", 3072, "gelu")
     assert configs["SmolLM2-135M"].initializer_range == 1 / 24
+    assert [configs[name].norm_position for name in ("gpt2", "Llama-2-7b", "Qwen2.5-7B", "Qwen3-8B", "all-MiniLM-L6-v2")] == [
+        *["pre"] * 4,
+        "post",
+    ]
+    assert [configs[name].kind for name in ("gpt2", "Mistral-Nemo", "bert-base-uncased")] == ["decoder", "decoder", "encoder"]
 
 
 # What the file leaves out

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mappings.common_config import common_config
+from mappings.config_section import FromKey
 from model.config import ModelConfig
 from tests.mappings.sections import read, section
 
@@ -141,6 +142,24 @@ def test_what_transformers_writes_is_read_as_transformers_means_it(kind: str, da
     config = read(written(theirs, data.draw(st.booleans())), family, architecture).config
     assert_same(config, theirs, kind)
     assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_default_in_a_table_is_the_default_of_the_class(kind: str) -> None:
+    import transformers
+
+    family, architecture, name = CLASSES[kind]
+    data = written(getattr(transformers, name)(), diff=False)
+    whole = read(data, family, architecture).config
+    defaults = [
+        source
+        for source in section(family).entries_for(architecture).sources.values()
+        if isinstance(source, FromKey) and source.default is not None
+    ]
+    assert len(defaults) > 2
+    for source in defaults:
+        silent = {key: value for key, value in data.items() if key not in source.keys}
+        assert read(silent, family, architecture).config == whole, source.keys
 
 
 @pytest.mark.parametrize("kind", CLASSES)
