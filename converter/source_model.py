@@ -13,7 +13,8 @@ from mappings.errors import Problem, Refused, refuse
 from mappings.expand import Expansion, expand, restore_prefix
 from mappings.hf_config import read_model_config
 from mappings.names import fold_names
-from mappings.tables import Drop, FamilyTable, bundled_families, bundled_table
+from mappings.rules import Drop
+from mappings.tables import FamilyTable, bundled_families, bundled_table
 from model.config import ModelConfig
 
 MAX_PROBLEMS = 40

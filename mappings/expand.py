@@ -5,18 +5,23 @@ After expansion "missing" and "unexpected" are set differences, not guesses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from mappings.axes import Axes, View
+from mappings.axes import REFINEMENTS, Axes, View
+from mappings.config_values import shown
 from mappings.errors import Problem, Refused
 from mappings.names import fill, number_free, placeholders
 from mappings.parameters import Parameter
-from mappings.tables import PLACEHOLDER_ATOM, Drop, FamilyTable, Rule
+from mappings.rules import PLACEHOLDER_ATOM, Drop, Rule
+from mappings.tables import FamilyTable
 from model.config import ModelConfig
 
-MAX_NAMES = 4_000_000
+MAX_NAMES = 1_000_000
+MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +92,50 @@ def refined_axes(table: FamilyTable, rule: Rule, label: str) -> tuple[Axes, Axes
 def expand(table: FamilyTable, config: ModelConfig, hf_config: Mapping[str, Any], present: Collection[str]) -> Expansion:
     """Every name of this model. `present` (HF names in the file, prefix restored) decides between the spellings of a rule.
 
-    Raises Refused when a size that the table needs is not in the config, or when two rules meet on one tensor.
+    Raises Refused when a size that the table needs is not in the config or does not divide, and when two rules meet on one tensor.
     """
     sizes = axis_sizes(table, config, hf_config)
     expansion = Expansion(table, sizes)
+    rules = [(rule, _layers(rule, config, hf_config, table)) for rule in table.rules if table.holds(rule, config)]
+    _check_sizes(expansion, [rule for rule, layers in rules if layers and (config.experts or not _per_expert(rule.hf[0]))])
     written: dict[tuple[str, int | None], str] = {}
-    problems: list[Problem] = []
-    for rule in table.rules:
-        if table.holds(rule, config):
-            problems += _expand_rule(expansion, rule, config, hf_config, present, written)
+    clashes = (problem for rule, layers in rules for problem in _expand_rule(expansion, rule, layers, config.experts, present, written))
+    problems = list(islice(clashes, MAX_PROBLEMS))
+    if problems:
+        raise Refused("two rules meet on one tensor", problems)
     _expand_drops(expansion, config)
     _expand_duplicates(expansion, config)
-    if problems:
-        raise Refused("two rules meet on one tensor", problems[:20])
     return expansion
+
+
+def _per_expert(pattern: str) -> bool:
+    return "expert" in placeholders(pattern)
+
+
+def _numbers(pattern: str, config: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
+    """Every (layer, expert) that a name pattern stands for; None where it has no such placeholder."""
+    layers = range(config.layers) if "layer" in placeholders(pattern) else [None]
+    for layer in layers:
+        yield from ((layer, expert) for expert in (range(config.experts) if _per_expert(pattern) else [None]))
+
+
+def _check_sizes(expansion: Expansion, rules: Collection[Rule]) -> None:
+    """Raises Refused for an axis of size 0, and for one that a rule takes apart into parts that do not make it up."""
+    sizes, table = expansion.sizes, expansion.table
+    problems: dict[str, Problem] = {}
+    for rule in rules:
+        for label, ms in rule.ms:
+            atoms = {*rule.hf_axes.atoms(label), *table.parameters[ms].axes.atoms()}
+            for atom in sorted(atom for atom in atoms if sizes[atom] < 1):
+                problems[atom] = Problem(f"the axis {atom} has the size {sizes[atom]} in this model", table.where, "check config.json")
+            for atom in sorted(atoms & set(REFINEMENTS)):
+                parts = REFINEMENTS[atom]
+                if atoms & set(parts) and sizes[atom] != math.prod(sizes[part] for part in parts):
+                    made_of = " x ".join(f"{part} ({sizes[part]})" for part in parts)
+                    what = f"{atom} is {sizes[atom]}, which is not {made_of}, as {rule.hf[0]} needs it"
+                    problems[atom] = Problem(what, table.where, "check config.json")
+    if problems:
+        raise Refused("the sizes do not fit the rules", list(problems.values()))
 
 
 def axis_sizes(table: FamilyTable, config: ModelConfig, hf_config: Mapping[str, Any]) -> dict[str, int]:
@@ -111,7 +146,9 @@ def axis_sizes(table: FamilyTable, config: ModelConfig, hf_config: Mapping[str, 
         size = hf_config.get(value) if isinstance(value, str) else value
         if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 40:
             problems.append(
-                Problem(f"axis {name!r} takes its size from {value!r}, which is {size!r}", table.where, "mend config.json or the table")
+                Problem(
+                    f"axis {name!r} takes its size from {value!r}, which is {shown(size)}", table.where, "mend config.json or the table"
+                )
             )
         else:
             sizes[name] = size
@@ -123,37 +160,36 @@ def axis_sizes(table: FamilyTable, config: ModelConfig, hf_config: Mapping[str, 
 def _expand_rule(
     expansion: Expansion,
     rule: Rule,
-    config: ModelConfig,
-    hf_config: Mapping[str, Any],
+    layers: Collection[int | None],
+    experts: int,
     present: Collection[str],
     written: dict[tuple[str, int | None], str],
 ) -> Iterator[Problem]:
+    where = expansion.table.where
     shape = rule.hf_axes.shape(expansion.sizes)
     ms_shapes = {label: expansion.table.parameters[ms].axes.shape(expansion.sizes) for label, ms in rule.ms}
-    for layer in _layers(rule, config, hf_config, expansion.table):
-        for expert in range(config.experts) if "expert" in placeholders(rule.hf[0]) else [None]:
+    for layer in layers:
+        for expert in range(experts) if _per_expert(rule.hf[0]) else [None]:
             hf = _spelling(rule, layer, expert, present)
             if hf in expansion.hf_shapes:
-                yield Problem(
-                    f"{hf!r} is named by two rules", expansion.table.where, "let their conditions or layer ranges exclude each other"
-                )
+                yield Problem(f"{hf!r} is named by two rules", where, "let their conditions or layer ranges exclude each other")
             expansion.hf_shapes[hf] = shape
-            if len(expansion.hf_shapes) > MAX_NAMES:
-                raise Refused(
-                    "the model has too many tensors",
-                    [Problem(f"more than {MAX_NAMES} names", expansion.table.where, "check layers and experts in config.json")],
-                )
             for label, pattern in rule.ms:
                 ms = fill(pattern, layer=layer, expert=expert)
-                stacked = expert if "expert" not in placeholders(pattern) else None
+                stacked = expert if not _per_expert(pattern) else None
                 if (ms, stacked) in written:
-                    yield Problem(
-                        f"{ms!r} is written from {written[ms, stacked]!r} and from {hf!r}", expansion.table.where, "let one rule write it"
-                    )
+                    yield Problem(f"{ms!r} is written from {written[ms, stacked]!r} and from {hf!r}", where, "let one rule write it")
                 written[ms, stacked] = hf
                 expansion.pairings.append(Pairing(hf, ms, rule, label, stacked))
                 if ms not in expansion.parameters:
                     expansion.parameters[ms] = ParameterOfModel(ms, expansion.table.parameters[pattern], ms_shapes[label], layer)
+            _check_count(expansion)
+
+
+def _check_count(expansion: Expansion) -> None:
+    if len(expansion.pairings) + len(expansion.drops) + len(expansion.duplicates) > MAX_NAMES:
+        problem = Problem(f"more than {MAX_NAMES} names", expansion.table.where, "check layers and experts in config.json")
+        raise Refused("the model has too many tensors", [problem])
 
 
 def _layers(rule: Rule, config: ModelConfig, hf_config: Mapping[str, Any], table: FamilyTable) -> Collection[int | None]:
@@ -166,7 +202,9 @@ def _layers(rule: Rule, config: ModelConfig, hf_config: Mapping[str, Any], table
 def _layer_number(limit: int | str, rule: Rule, config: ModelConfig, hf_config: Mapping[str, Any], table: FamilyTable) -> int:
     number = hf_config.get(limit) if isinstance(limit, str) else limit
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= config.layers:
-        problem = Problem(f"{limit!r} is {number!r}", f"{table.where}, {rule.hf[0]}", "mend the table")
+        problem = Problem(
+            f"{limit!r} is {shown(number)}, the model has {config.layers} layers", f"{table.where}, {rule.hf[0]}", "mend the table"
+        )
         raise Refused("a rule's layer range is not in the model", [problem])
     return number
 
@@ -178,22 +216,27 @@ def _spelling(rule: Rule, layer: int | None, expert: int | None, present: Collec
 
 def _expand_drops(expansion: Expansion, config: ModelConfig) -> None:
     for drop in expansion.table.drops:
-        for layer in range(config.layers) if "layer" in placeholders(drop.hf) else [None]:
-            name = fill(drop.hf, layer=layer)
+        for layer, expert in _numbers(drop.hf, config):
+            name = fill(drop.hf, layer=layer, expert=expert)
             if name not in expansion.hf_shapes:
                 expansion.drops[name] = drop
+                _check_count(expansion)
 
 
 def _expand_duplicates(expansion: Expansion, config: ModelConfig) -> None:
-    pairs = [(duplicate.hf, duplicate.of) for duplicate in expansion.table.duplicates]
+    table = expansion.table
+    spellings = {name: rule.hf for rule in table.rules for name in rule.hf}
+    pairs = [(duplicate.hf, spellings[duplicate.of]) for duplicate in table.duplicates]
     if config.tied:
-        embedding = next((rule.hf[0] for rule in expansion.table.rules_with_role("embedding")), None)
-        pairs += [(rule.hf[0], embedding) for rule in expansion.table.rules_with_role("head") if embedding is not None]
-    for name, of in pairs:
-        for layer in range(config.layers) if "layer" in placeholders(name) else [None]:
-            original = fill(of, layer=layer)
-            if original in expansion.hf_shapes:
-                expansion.duplicates[fill(name, layer=layer)] = original
+        embedding = next((rule.hf for rule in table.rules_with_role("embedding")), ())
+        pairs += [(name, embedding) for rule in table.rules_with_role("head") for name in rule.hf]
+    for pattern, originals in pairs:
+        for layer, expert in _numbers(pattern, config):
+            names = (fill(original, layer=layer, expert=expert) for original in originals)
+            original = next((name for name in names if name in expansion.hf_shapes), None)
+            if original is not None:
+                expansion.duplicates[fill(pattern, layer=layer, expert=expert)] = original
+                _check_count(expansion)
 
 
 def expert_stride(pairing: Pairing, expansion: Expansion, ms_strides: tuple[int, ...]) -> int:

@@ -70,8 +70,10 @@ def _two_fates(rules: Sequence[Rule], drops: Sequence[Drop], duplicates: Sequenc
     for rule in rules:
         for name in rule.hf:
             named[name].append(rule)
-    for entry in (*drops, *duplicates):
-        named[entry.hf].append(entry)
+    for drop in drops:
+        named[drop.hf].append(drop)
+    for duplicate in duplicates:
+        named[duplicate.hf].append(duplicate)
     for name, entries in named.items():
         of_rules = [entry for entry in entries if isinstance(entry, Rule)]
         if len(entries) > 1 and not (len(of_rules) == len(entries) and _exclusive(of_rules)):
