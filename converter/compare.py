@@ -258,7 +258,7 @@ class _Tally:
         if len(self.buffer) < len(expected):
             self.buffer = bytearray(len(expected))
         found = memoryview(self.buffer)[: len(expected)]
-        sources.read_into(self.stored, first * item, found)
+        sources.read(self.stored, [(first * item, found)])
         if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(expected, np.uint8)):
             self._tally(
                 first,

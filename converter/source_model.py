@@ -9,6 +9,7 @@ from typing import Any
 
 from converter.hf_folder import HFFolder
 from converter.tensors import StoredTensor
+from mappings.config_values import shown
 from mappings.errors import Problem, Refused, refuse
 from mappings.expand import Expansion, expand, restore_prefix
 from mappings.hf_config import read_model_config
@@ -48,7 +49,7 @@ def find_table(config: Mapping[str, Any], where: str) -> FamilyTable:
             return table
     served = ", ".join(name for table in tables for name in table.architectures)
     mend = f"served: {served}; for another family write a rule table and pass it with --rules FILE"
-    raise refuse(f"no rule table serves the architecture {architecture!r}", where, mend)
+    raise refuse(f"no rule table serves the architecture {shown(architecture)}", where, mend)
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
@@ -56,7 +57,7 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise refuse(
-            f"'architectures' is {names!r}: it must name the model's one class",
+            f"'architectures' is {shown(names)}: it must name the model's one class",
             where,
             'write for example "architectures": ["LlamaForCausalLM"]',
         )
@@ -76,6 +77,7 @@ def understand(folder: HFFolder, table: FamilyTable | None = None, tied: bool | 
     reading = read_model_config(
         folder.config, table.config, family=table.family, architecture=architecture,
         tensors={name: tensor.shape for name, tensor in tensors.items()}, where=where, vocab_rows=_vocabulary_rows(table, tensors),
+        other_keys=table.config_keys,
     )  # fmt: skip
     config = replace(reading.config, tied=_decide_tied(folder, table, reading.config, tensors, tied))
     expansion = expand(table, config, folder.config, tensors)
@@ -114,9 +116,9 @@ def _decide_tied(
     folder: HFFolder, table: FamilyTable, config: ModelConfig, tensors: Mapping[str, StoredTensor], override: bool | None
 ) -> bool:
     """Whether head and embedding are one: the config's word, checked against the file; a contradiction is never guessed away."""
-    if override is not None:
-        return override
     heads = [rule for rule in table.rules_with_role("head") if table.holds(rule, replace(config, tied=False))]
+    if override is not None or not heads:
+        return bool(override and heads)
     absent = [rule.hf[0] for rule in heads if not any(name in tensors for name in rule.hf)]
     if absent and not config.tied:
         what = f"config.json says that the embeddings are not tied, yet no file holds {absent[0]!r}"
