@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -31,16 +32,15 @@ def measure(work: Path, gigabytes: float, rounds: int) -> None:
     show(f"{gigabytes:g} GB bfloat16 Llama, 4 shards, tp 2 x pp 2, 2 workers, {rounds} rounds in turn", times)
 
 
-def show(title: str, times: dict[str, Times] | object) -> None:
+def show(title: str, times: Mapping[str, Times]) -> None:
     """A table of medians, ratios to the first contender, and peaks."""
-    assert isinstance(times, dict)
     table = Table(title=title, title_justify="left")
-    for heading in ("", "median s", "min-max s", "x cp", "peak MB"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    for heading in ("", "median s", "min-max s", "x cp", "processor s", "peak MB"):
+        table.add_column(heading, justify="right" if heading else "left")
     base = next(iter(times.values())).median
     for name, runs in times.items():
-        spread = f"{min(runs.seconds):.2f}-{max(runs.seconds):.2f}"
-        table.add_row(name, f"{runs.median:.2f}", spread, f"{runs.median / base:.2f}", f"{max(runs.peak_bytes) / 1e6:.0f}")
+        ratio, processor = f"{runs.median / base:.2f}", f"{runs.processor_median:.2f}"
+        table.add_row(name, f"{runs.median:.2f}", runs.spread, ratio, processor, f"{runs.peak / 1e6:.0f}")
     Console(width=110).print(table)
 
 
@@ -48,10 +48,10 @@ def measure_planning(work: Path) -> None:
     """`--dry-run` of a 671B-parameter folder, and `--help`."""
     model, rules = expert_folder(work / "experts-671b")
     command = [*PROGRAM, "hf2ms", str(model), "--rules", str(rules), "--tp", "4", "--pp", "16", "--dry-run"]
-    dry = [run_once(command) for _ in range(3)]
-    print(f"--dry-run of 671B parameters, tp 4 x pp 16: {sorted(dry)[1][0]:.2f} s, peak {max(peak for _, peak in dry) / 1e6:.0f} MB")
-    helps = sorted(run_once([str(Path(sys.executable).with_name("ms-convert")), "--help"])[0] for _ in range(7))
-    print(f"ms-convert --help: {helps[3]:.2f} s")
+    dry = Times([run_once(command) for _ in range(3)])
+    print(f"--dry-run of 671B parameters, tp 4 x pp 16: {dry.median:.2f} s, peak {dry.peak / 1e6:.0f} MB")
+    helps = Times([run_once([str(Path(sys.executable).with_name("ms-convert")), "--help"]) for _ in range(7)])
+    print(f"ms-convert --help: {helps.median:.2f} s")
 
 
 def main(work: Path, rounds: int = 5, large: bool = True) -> None:

@@ -114,7 +114,10 @@ def expert_folder(folder: Path, shards: int = 163) -> tuple[Path, Path]:
         tensors: list[Described] = [("model.embed_tokens.weight", "BF16", (vocab, hidden))]
         for layer in range(layers):
             prefix = f"model.layers.{layer}."
-            tensors += [(prefix + "input_layernorm.weight", "BF16", (hidden,)), (prefix + "post_attention_layernorm.weight", "BF16", (hidden,))]
+            tensors += [
+                (prefix + "input_layernorm.weight", "BF16", (hidden,)),
+                (prefix + "post_attention_layernorm.weight", "BF16", (hidden,)),
+            ]
             tensors += [(f"{prefix}self_attn.{name}_proj.weight", "BF16", (heads * head_dim, hidden)) for name in "qkv"]
             tensors += [(f"{prefix}self_attn.o_proj.weight", "BF16", (hidden, heads * head_dim))]
             tensors += [(prefix + "mlp.router.weight", "BF16", (experts, hidden))]
@@ -137,7 +140,7 @@ def expert_folder(folder: Path, shards: int = 163) -> tuple[Path, Path]:
 
 def _write_folder(folder: Path, tensors: list[Described], shards: int, config: dict[str, object], *, data: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     random = np.random.default_rng(0)
     for shard, group in enumerate(np.array_split(np.arange(len(tensors)), shards), start=1):
         name = f"model-{shard:05}-of-{shards:05}.safetensors"

@@ -6,6 +6,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,29 +22,72 @@ class Contender:
     output: Path | None = None
 
 
+@dataclass(frozen=True)
+class Usage:
+    """One run of a process: wall and processor seconds, and peak resident bytes."""
+
+    seconds: float
+    processor_seconds: float
+    peak_bytes: int
+
+
 @dataclass
 class Times:
-    """The runs of one contender: seconds, and peak resident bytes of its process."""
+    """The runs of one contender."""
 
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)
+    runs: list[Usage] = field(default_factory=list)
 
     @property
     def median(self) -> float:
-        return statistics.median(self.seconds)
+        return statistics.median(run.seconds for run in self.runs)
+
+    @property
+    def processor_median(self) -> float:
+        return statistics.median(run.processor_seconds for run in self.runs)
+
+    @property
+    def peak(self) -> int:
+        return max(run.peak_bytes for run in self.runs)
+
+    @property
+    def spread(self) -> str:
+        return f"{min(run.seconds for run in self.runs):.2f}-{max(run.seconds for run in self.runs):.2f}"
 
 
-def run_once(command: Sequence[str]) -> tuple[float, int]:
-    """Wall seconds and peak resident bytes of one process. Raises CalledProcessError when it fails."""
+def run_once(command: Sequence[str]) -> Usage:
+    """Run one process to its end. Raises RuntimeError with what it printed when it fails."""
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        watch = _PeakMemory(process.pid)
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)
         errors = process.stderr.read() if process.stderr else b""
     if process.returncode != 0:
-        raise subprocess.CalledProcessError(process.returncode, list(command), stderr=errors)
-    return seconds, usage.ru_maxrss * 1024
+        raise RuntimeError(f"{' '.join(command)} failed with {process.returncode}:\n{errors.decode(errors='replace')}")
+    return Usage(seconds, usage.ru_utime + usage.ru_stime, watch.stop())
+
+
+class _PeakMemory(threading.Thread):
+    """Reads a process's high-water mark again and again: what wait4 reports also counts the parent that it was forked from."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._status, self._peak, self._over = Path(f"/proc/{pid}/status"), 0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(0.01):
+            try:
+                lines = self._status.read_text().splitlines()
+            except OSError:
+                return
+            self._peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), self._peak)
+
+    def stop(self) -> int:
+        self._over.set()
+        self.join()
+        return self._peak
 
 
 def in_turn(contenders: Sequence[Contender], rounds: int) -> Mapping[str, Times]:
@@ -54,15 +98,16 @@ def in_turn(contenders: Sequence[Contender], rounds: int) -> Mapping[str, Times]
             if contender.output is not None:
                 shutil.rmtree(contender.output, ignore_errors=True)
             os.sync()
-            seconds, peak = run_once(contender.command)
+            usage = run_once(contender.command)
             if round_number > 0:
-                times[contender.name].seconds.append(seconds)
-                times[contender.name].peak_bytes.append(peak)
+                times[contender.name].runs.append(usage)
     return times
 
 
 def machine() -> str:
     """The machine in a line: processor, cores, memory."""
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?"
+    )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return f"{model}, {len(os.sched_getaffinity(0))} cores, {memory / 1e9:.0f} GB"
