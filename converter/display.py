@@ -15,6 +15,7 @@ from rich.table import Table
 
 from mappings.errors import Refused
 
+LOG_WIDTH = 160
 LOG_INTERVAL = 5.0  # seconds between the lines of a log
 
 
@@ -52,9 +53,13 @@ def printable(text: str) -> str:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console; in a log lines are not folded."""
+    """A console; in a log, where nobody can widen the window, lines are not folded and tables have room for whole names."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, soft_wrap=not stream.isatty())
+    return (
+        Console(stderr=stderr, highlight=False)
+        if stream.isatty()
+        else Console(stderr=stderr, highlight=False, soft_wrap=True, width=LOG_WIDTH)
+    )
 
 
 def layout_text(layout: dict[str, Any]) -> str:
@@ -163,16 +168,17 @@ def progress(label: str, total: int, quiet: bool = False) -> Iterator[Progress]:
 
 
 class Progress:
-    """Counts bytes; the base class shows nothing. `advance` may be called from any thread."""
+    """Counts bytes; the base class shows nothing. `reach` may be called from any thread."""
 
     def __init__(self, label: str, total: int) -> None:
         self.label, self.total, self.done = label, total, 0
         self.started = time.monotonic()
         self.lock = threading.Lock()
 
-    def advance(self, count: int) -> None:
+    def reach(self, done: int) -> None:
+        """`done` bytes are done in all."""
         with self.lock:
-            self.done += count
+            self.done = done
             self.show()
 
     def show(self) -> None:
