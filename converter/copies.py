@@ -11,6 +11,9 @@ from converter.plan import StridedCopy
 from converter.tensors import StoredTensor, contiguous_strides
 from mappings.axes import AtomPlace, View
 from mappings.expand import Expansion, Pairing, expert_stride
+from mappings.rules import PLACEHOLDER_ATOM
+
+EXPERTS = PLACEHOLDER_ATOM["expert"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,34 +46,46 @@ def paired_boxes(expansion: Expansion, pairing: Pairing, piece: Slice, hf_stride
     """
     key = (id(pairing.rule), pairing.label, piece, hf_strides)
     if key not in expansion.boxes:
-        expansion.boxes[key] = (tuple(_boxes_of_rule(expansion, pairing, piece, hf_strides)), _expert_stride(expansion, pairing, piece))
+        boxes_of_rule = tuple(_boxes_of_rule(expansion, pairing, piece, hf_strides))
+        expansion.boxes[key] = (boxes_of_rule, *_experts_of_slice(expansion, pairing, piece))
     boxes: tuple[PairedBox, ...]
-    boxes, expert_stride = expansion.boxes[key]
-    if not pairing.expert:
+    boxes, experts, stride = expansion.boxes[key]
+    if pairing.expert is None:
         return boxes
-    shift = pairing.expert * expert_stride
+    if pairing.expert not in experts:
+        return ()
+    shift = (pairing.expert - experts.start) * stride
     return tuple(PairedBox(box.hf_offset, box.hf_strides, box.ms_offset + shift, box.ms_strides, box.shape) for box in boxes)
 
 
-def _expert_stride(expansion: Expansion, pairing: Pairing, piece: Slice) -> int:
+def _experts_of_slice(expansion: Expansion, pairing: Pairing, piece: Slice) -> tuple[range, int]:
+    """Which experts of a stacked parameter the slice holds, and how far one lies from the next (elements)."""
     if pairing.expert is None:
-        return 0
-    return expert_stride(pairing, expansion, contiguous_strides(piece.shape(expansion.parameters[pairing.ms].shape)))
+        return range(0), 0
+    item = expansion.parameters[pairing.ms]
+    stride = expert_stride(pairing, expansion, contiguous_strides(piece.shape(item.shape)))
+    experts = expansion.sizes[EXPERTS]
+    if piece.axis is None or item.parameter.cut != EXPERTS:
+        return range(experts), stride
+    per_expert = item.shape[piece.axis] // experts
+    return range(piece.start // per_expert, piece.stop // per_expert), stride
 
 
 def _boxes_of_rule(expansion: Expansion, pairing: Pairing, piece: Slice, hf_strides: tuple[int, ...]) -> Iterator[PairedBox]:
-    """The boxes of a rule's first layer and expert."""
-    ms_strides = contiguous_strides(piece.shape(expansion.parameters[pairing.ms].shape))
+    """The boxes of a rule's first layer and, in a stack of experts, of the first expert that the slice holds."""
+    item = expansion.parameters[pairing.ms]
+    ms_strides = contiguous_strides(piece.shape(item.shape))
     hf, ms = expansion.views(pairing, hf_strides, ms_strides)
     places = {place.name: place for place in hf.atoms}
-    ms_start = 0 if piece.axis is None else -piece.start * ms_strides[piece.axis]
+    picked = pairing.expert is not None and item.parameter.cut == EXPERTS
+    cut = 0 if piece.axis is None or picked else piece.start * ms_strides[piece.axis]
     for box in _boxes_of_slice(ms, piece):
         kept = [(place, start, length) for place, start, length in box if place.name in places]
         dims = [(place, length) for place, _, length in kept if length > 1]
         yield PairedBox(
             hf.offset + sum(start * places[place.name].stride for place, start, _ in kept),
             tuple(places[place.name].stride for place, _ in dims),
-            ms_start + ms.offset + sum(start * place.stride for place, start, _ in kept),
+            ms.offset + sum(start * place.stride for place, start, _ in kept) - cut,
             tuple(place.stride for place, _ in dims),
             tuple(length for _, length in dims),
         )

@@ -9,11 +9,12 @@ from typing import Any
 
 from mappings.errors import Problem, Refused
 from mappings.expand import Expansion
-from mappings.parameters import Parameter
+from mappings.parameters import REPLICATED, Parameter
 from model.config import ModelConfig
 
 DEFAULT_VOCAB_MULTIPLE = 128
 MAX_RANKS = 1 << 20
+MAX_LISTED_TP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,14 @@ class Slice:
     replicas: int
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the slice of a parameter with the true shape `whole`."""
         return whole if self.axis is None else (*whole[: self.axis], self.length, *whole[self.axis + 1 :])
+
+    def padding(self, whole: tuple[int, ...]) -> int:
+        """How many of the slice's elements are padding."""
+        if self.axis is None:
+            return 0
+        return (self.length - (self.stop - self.start)) * math.prod(whole[: self.axis] + whole[self.axis + 1 :])
 
 
 def padded_vocabulary(vocab: int, tp: int, multiple: int | None) -> int:
@@ -142,6 +150,8 @@ def make_layout(
     vocab_multiple: int | None = None,
 ) -> ParallelLayout:
     """The layout of a model. Raises Refused when it cannot be cut so, with what blocks it and the tp values that would work."""
+    if min(tp, pp, dp) < 1:
+        raise Refused("no such layout", [Problem(f"tp {tp}, pp {pp}, dp {dp}", mend="let each be at least 1")])
     if tp * pp * dp > MAX_RANKS:
         raise Refused("too many ranks", [Problem(f"tp {tp} x pp {pp} x dp {dp} is more than {MAX_RANKS}")])
     _check_tensor_parallel(expansion, tp)
@@ -149,26 +159,31 @@ def make_layout(
     return ParallelLayout(tp, pp, dp, stages, config.vocab, padded_vocabulary(config.vocab, tp, vocab_multiple))
 
 
-def blockers(expansion: Expansion, tp: int) -> list[str]:
-    """Why this tp does not divide the model's logical axes: one phrase each, empty when it does."""
-    found = []
-    for atom in sorted({item.parameter.cut for item in expansion.parameters.values()} - {"replicated", "vocab"}):
-        count = expansion.sizes[atom]
-        replicable = atom == "kv_heads" and tp > count and tp % count == 0
-        if count % tp and not replicable:
-            found.append(f"{count} {AXIS_WORDS.get(atom, atom)}")
-    return found
-
-
 AXIS_WORDS = {"heads": "attention heads", "kv_heads": "KV heads", "ffn": "feed-forward width", "expert_ffn": "expert feed-forward width"}
 
 
+def cut_axes(expansion: Expansion) -> dict[str, int]:
+    """The axes of this model that tensor parallelism cuts into equal parts, with their sizes; the vocabulary is padded and always fits."""
+    cuts = {item.parameter.cut for item in expansion.parameters.values()} - {REPLICATED, "vocab"}
+    return {atom: expansion.sizes[atom] for atom in sorted(cuts)}
+
+
+def blockers(axes: Mapping[str, int], tp: int) -> list[str]:
+    """Which of these axes tp does not divide: one phrase each, empty when it divides all.
+
+    Fewer KV heads than tp are no obstacle where they divide it: several ranks then hold the same head.
+    """
+    replicable = {atom for atom, count in axes.items() if atom == "kv_heads" and tp % count == 0}
+    return [f"{count} {AXIS_WORDS.get(atom, atom)}" for atom, count in axes.items() if count % tp and atom not in replicable]
+
+
 def _check_tensor_parallel(expansion: Expansion, tp: int) -> None:
-    blocked = blockers(expansion, tp)
+    axes = cut_axes(expansion)
+    blocked = blockers(axes, tp)
     if not blocked:
         return
-    most = max(expansion.sizes.get("heads", 1), 1)
-    working = [value for value in range(1, min(most, 1024) + 1) if not blockers(expansion, value)]
+    most = axes.get("heads", max(axes.values()))
+    working = [value for value in range(1, min(most, MAX_LISTED_TP) + 1) if not blockers(axes, value)]
     problems = [Problem(f"{count} cannot be divided among {tp} tensor-parallel ranks") for count in blocked]
     problems[-1] = Problem(problems[-1].what, mend=f"tp values that work for this model: {', '.join(map(str, working))}")
     raise Refused(f"--tp {tp} does not fit this model", problems)

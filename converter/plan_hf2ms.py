@@ -11,7 +11,7 @@ from converter.layout import ParallelLayout, Slice, slice_of
 from converter.plan import Plan, TargetFile, TargetTensor
 from converter.source_model import SourceModel
 from converter.tensors import StoredTensor, contiguous_strides
-from mappings.errors import Problem, Refused
+from mappings.errors import Problem, Refused, refuse
 from mappings.expand import Pairing, ParameterOfModel
 from mappings.names import fold_names
 
@@ -104,9 +104,12 @@ class _SlicePlanner:
         if key not in self.shared:
             copies = tuple(box.forward(source) for pairing in self.pairings[item.name] for source, box in self.boxes(pairing, piece))
             shape = piece.shape(item.shape)
-            target = TargetTensor(item.name, self.dtypes[item.name], shape, copies, group=item.name)
-            padding = target.elements - sum(copy.elements for copy in copies)
-            self.shared[key] = TargetTensor(item.name, target.dtype, shape, copies, item.name, padding)
+            target = TargetTensor(item.name, self.dtypes[item.name], shape, copies, item.name, piece.padding(item.shape))
+            filled = sum(copy.elements for copy in copies)
+            if filled + target.padding != target.elements:
+                what = f"{filled} of {target.elements - target.padding} elements have a source"
+                raise refuse(what, item.name, f"mend the rules of {self.source.table.where} that name it")
+            self.shared[key] = target
         return self.shared[key]
 
     def boxes(self, pairing: Pairing, piece: Slice) -> list[tuple[StoredTensor, PairedBox]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from typing import Any, TypeVar, Union
@@ -89,17 +90,17 @@ def _decode_scalar(kind: Any, value: Any, place: str) -> Any:
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise RecordError(f"{place} is {_short(value)}, not {'a text' if kind is str else f'of type {kind.__name__}'}")
+    if kind is float and not math.isfinite(value):
+        raise RecordError(f"{place} is {value}, not a finite number")
     if kind is int and not -1 <= value < MAX_INTEGER:
         raise RecordError(f"{place} is {_short(value)}, out of range")
     return value
 
 
 def _short(value: Any) -> str:
-    text = (
-        repr(value)
-        if not isinstance(value, (int, float)) or isinstance(value, bool)
-        else str(value)
-        if abs(value) < 1e30
-        else "a huge number"
-    )
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > MAX_INTEGER:
+        return "a huge number"
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."
