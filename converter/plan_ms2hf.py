@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from converter.casts import can_cast
 from converter.copies import paired_boxes
-from converter.layout import distinct_slices, slice_of
+from converter.layout import distinct_slices
 from converter.manifest import TensorRecord, WeightFileRecord
 from converter.plan import Plan, StridedCopy, TargetFile, TargetTensor
 from converter.plan_hf2ms import DTYPE_OPTIONS, FLOATS
@@ -15,6 +17,8 @@ from converter.tensors import StoredTensor, contiguous_strides
 from mappings.errors import Problem, Refused
 from mappings.expand import Pairing
 from mappings.names import fold_names
+
+MAX_PROBLEMS = 40
 
 
 @dataclass(frozen=True)
@@ -35,25 +39,51 @@ class HFFolderPlan:
 
 
 def plan_hf_folder(tree: RankTree, dtype: str = "original") -> HFFolderPlan:
-    """Plan every weight file. `dtype` "original" restores each tensor's own. Raises Refused when the tree lacks a part of a tensor."""
+    """Plan every weight file. `dtype` "original" restores each tensor's own.
+
+    Raises Refused, naming every tensor that cannot be restored.
+    """
+    source = tree.manifest.source
     pairings: dict[str, list[Pairing]] = defaultdict(list)
     for pairing in tree.expansion.pairings:
         pairings[pairing.hf].append(pairing)
-    source = tree.manifest.source
+    _check_restorable(tree, pairings)
     renamed = {file.name: _safetensors_name(file.name) for file in source.files}
-    files: list[TargetFile] = []
-    problems: list[Problem] = []
+    files = []
     for file in source.files:
-        kept = [tensor for tensor in file.tensors if tensor.name not in source.dropped]
-        try:
-            tensors = tuple(_target(tree, pairings, tensor, dtype) for tensor in kept)
-        except Refused as error:
-            problems += error.problems
-            continue
+        tensors = tuple(_target(tree, pairings, tensor, dtype) for tensor in file.tensors if tensor.name not in source.dropped)
         files.append(TargetFile(renamed[file.name], "safetensors", tensors, tuple(_metadata(file))))
-    if problems:
-        raise Refused("the rank tree does not hold what the manifest promises", problems[:40])
     return HFFolderPlan(Plan(tuple(files)), renamed, tuple(sorted(source.dropped)))
+
+
+def _check_restorable(tree: RankTree, pairings: Mapping[str, list[Pairing]]) -> None:
+    """Raises Refused for a recorded tensor that the rules do not make, or not so, and for one that they make and that is not recorded."""
+    source, expansion = tree.manifest.source, tree.expansion
+    dtypes = {tensor.name: tensor.dtype for slices in tree.slices.values() for tensor in slices.values()}
+    wrong: dict[str, list[str]] = defaultdict(list)
+    for record in (tensor for file in source.files for tensor in file.tensors if tensor.name not in source.dropped):
+        whole = _original(tree, record)
+        if whole not in expansion.hf_shapes:
+            wrong["is of no rule, and is not recorded as dropped"].append(record.name)
+        elif record.shape != expansion.hf_shapes[whole]:
+            wrong[f"is recorded with the shape {list(record.shape)}; the model has {list(expansion.hf_shapes[whole])}"].append(record.name)
+        for dtype in sorted({dtypes[pairing.ms] for pairing in pairings.get(whole, ())}):
+            if not can_cast(dtype, record.dtype):
+                wrong[f"is recorded as {record.dtype}, its slices are {dtype}"].append(record.name)
+    wrong["is recorded as dropped, and no rule drops it"] += [
+        name for name in source.dropped if tree.names.get(name) not in expansion.drops
+    ]
+    absent = expansion.hf_shapes.keys() - {tree.names[tensor.name] for file in source.files for tensor in file.tensors}
+    wrong["is of the model, and is not recorded"] += sorted(absent)
+    problems = [Problem(f"{name} {what}", str(tree.path), "run hf2ms again") for what, names in wrong.items() for name in fold_names(names)]
+    if problems:
+        raise Refused("the rank tree does not hold what the manifest promises", problems[:MAX_PROBLEMS])
+
+
+def _original(tree: RankTree, record: TensorRecord) -> str:
+    """The whole name of the tensor that holds a recorded tensor's values: its own, or that of the one it repeats."""
+    whole = tree.names[record.name]
+    return tree.expansion.duplicates.get(whole, whole)
 
 
 def _metadata(file: WeightFileRecord) -> list[tuple[str, str]]:
@@ -68,35 +98,19 @@ def _safetensors_name(name: str) -> str:
 
 
 def _target(tree: RankTree, pairings: dict[str, list[Pairing]], record: TensorRecord, dtype: str) -> TargetTensor:
-    whole = tree.names[record.name]
-    wanted = pairings.get(tree.expansion.duplicates.get(whole, whole), [])
+    wanted = pairings[_original(tree, record)]
     strides = contiguous_strides(record.shape)
     copies = tuple(copy for pairing in wanted for copy in _copies(tree, pairing, strides))
     cast = dtype != "original" and DTYPE_OPTIONS[dtype] is not None and record.dtype in FLOATS
-    target = TargetTensor(
-        record.name, str(DTYPE_OPTIONS[dtype]) if cast else record.dtype, record.shape, copies, group=wanted[0].ms if wanted else whole
-    )
-    covered = sum(copy.elements for copy in copies)
-    if covered != target.elements:
-        raise Refused(
-            "incomplete",
-            [Problem(f"{record.name}: {covered} of {target.elements} elements are in the rank files", str(tree.path), "run hf2ms again")],
-        )
-    return target
+    return TargetTensor(record.name, str(DTYPE_OPTIONS[dtype]) if cast else record.dtype, record.shape, copies, group=wanted[0].ms)
 
 
-def _copies(tree: RankTree, pairing: Pairing, hf_strides: tuple[int, ...]) -> list[StridedCopy]:
+def _copies(tree: RankTree, pairing: Pairing, hf_strides: tuple[int, ...]) -> Iterator[StridedCopy]:
     item = tree.expansion.parameters[pairing.ms]
     stage = tree.layout.stages_of(item.parameter, item.layer, tree.manifest.model.tied)[0]
-    copies = []
     for tensor_rank, piece in distinct_slices(item.parameter, item.shape, tree.expansion.sizes, tree.layout):
-        stored = tree.slices[tree.layout.rank(stage, 0, tensor_rank)].get(pairing.ms)
-        if stored is None or stored.shape != piece.shape(item.shape):
-            found = "missing" if stored is None else f"of shape {list(stored.shape)}"
-            what = f"{pairing.ms} of rank {tree.layout.rank(stage, 0, tensor_rank)} is {found}, not {list(piece.shape(item.shape))}"
-            raise Refused("a slice does not fit", [Problem(what, str(tree.path), "run hf2ms again")])
-        copies += [box.backward(stored) for box in paired_boxes(tree.expansion, pairing, piece, hf_strides)]
-    return copies
+        stored = tree.slices[tree.layout.rank(stage, 0, tensor_rank)][pairing.ms]
+        yield from (box.backward(stored) for box in paired_boxes(tree.expansion, pairing, piece, hf_strides))
 
 
 def replicas_of(tree: RankTree) -> list[Replicas]:
@@ -122,23 +136,7 @@ def replicas_of(tree: RankTree) -> list[Replicas]:
 def _distinct_files(tree: RankTree, name: str, ranks: list[int]) -> list[tuple[int, StoredTensor]]:
     holders: dict[tuple[int, int], tuple[int, StoredTensor]] = {}
     for rank in ranks:
-        tensor = tree.slices[rank].get(name)
-        if tensor is not None:
-            status = tensor.path.stat()
-            holders.setdefault((status.st_dev, status.st_ino), (rank, tensor))
+        tensor = tree.slices[rank][name]
+        status = tensor.path.stat()
+        holders.setdefault((status.st_dev, status.st_ino), (rank, tensor))
     return list(holders.values())
-
-
-def missing_from_ranks(tree: RankTree) -> list[str]:
-    """Parameters that a rank should hold and does not, folded; empty for a whole tree."""
-    missing = []
-    for item in tree.expansion.parameters.values():
-        for stage in tree.layout.stages_of(item.parameter, item.layer, tree.manifest.model.tied):
-            for data in range(tree.layout.dp):
-                for tensor_rank in range(tree.layout.tp):
-                    rank = tree.layout.rank(stage, data, tensor_rank)
-                    stored = tree.slices[rank].get(item.name)
-                    piece = slice_of(item.parameter, item.shape, tree.expansion.sizes, tree.layout, tensor_rank)
-                    if stored is None or stored.shape != piece.shape(item.shape):
-                        missing.append(item.name)
-    return fold_names(dict.fromkeys(missing))

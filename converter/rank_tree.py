@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from converter.ckpt_format import read_ckpt
 from converter.hf_folder import check_inside
-from converter.layout import ParallelLayout
-from converter.manifest import Manifest, RankFileRecord, read_manifest
+from converter.layout import ParallelLayout, blockers, cut_axes, slice_of
+from converter.manifest import MANIFEST, Manifest, RankFileRecord, read_manifest
 from converter.safetensors_format import read_header
 from converter.tensors import StoredTensor
+from converter.untrusted import quoted
 from mappings.errors import Problem, Refused
 from mappings.expand import Expansion, expand, restore_prefix
+from mappings.names import fold_names
 from mappings.tables import FamilyTable, parse_table
 
 MAX_PROBLEMS = 40
+_MEND = "restore it, or run hf2ms again"
 
 
 @dataclass(frozen=True)
 class RankTree:
-    """A rank tree whose files agree with its manifest. `slices[rank][name]` is where a rank's slice of a parameter lies."""
+    """A rank tree whose files agree with its manifest, each rank holding what the layout gives it.
+
+    `slices[rank][name]` is where a rank's slice of a parameter lies; it has the shape of its slice.
+    """
 
     path: Path
     manifest: Manifest
@@ -34,12 +41,13 @@ class RankTree:
 
 
 def read_rank_tree(folder: Path) -> RankTree:
-    """Read manifest and headers. Raises Refused, naming every file that is missing, foreign or not as recorded."""
+    """Read manifest and headers. Raises Refused, naming every file and slice that is missing, foreign or not as recorded."""
     manifest = read_manifest(folder)
-    table = parse_table(manifest.table, f"{folder / 'manifest.json'}: table {manifest.table_name}")
+    table = parse_table(manifest.table, f"{folder / 'manifest.json'}: table {quoted(manifest.table_name)}")
     originals = [tensor.name for file in manifest.source.files for tensor in file.tensors]
     names = restore_prefix(table, originals)
     expansion = expand(table, manifest.model, manifest.source.config, set(names.values()))
+    _check_recorded_slices(folder, manifest, expansion)
     problems: list[Problem] = []
     slices = {}
     for record in manifest.files:
@@ -51,23 +59,48 @@ def read_rank_tree(folder: Path) -> RankTree:
     return RankTree(folder, manifest, manifest.layout.layout(), table, expansion, names, slices)
 
 
+def _check_recorded_slices(folder: Path, manifest: Manifest, expansion: Expansion) -> None:
+    """Raises Refused unless every rank is recorded with the slices that the layout gives it, of one dtype for each parameter."""
+    layout = manifest.layout.layout()
+    blocked = blockers(cut_axes(expansion), layout.tp)
+    recorded = [{tensor.name: tensor for tensor in file.tensors} for file in manifest.files]
+    wrong: dict[str, list[str]] = defaultdict(list)
+    for item in expansion.parameters.values() if not blocked else ():
+        stages = layout.stages_of(item.parameter, item.layer, manifest.model.tied)
+        shapes = [slice_of(item.parameter, item.shape, expansion.sizes, layout, rank).shape(item.shape) for rank in range(layout.tp)]
+        dtypes = set()
+        for rank in (layout.rank(stage, data, tensor) for stage in stages for data in range(layout.dp) for tensor in range(layout.tp)):
+            slice_record = recorded[rank].get(item.name)
+            if slice_record is None:
+                wrong[f"is missing from rank {rank}"].append(item.name)
+            elif slice_record.shape != shapes[layout.coordinates(rank).tensor]:
+                wrong[f"has a shape on rank {rank} that is not its slice's"].append(item.name)
+            else:
+                dtypes.add(slice_record.dtype)
+        if len(dtypes) > 1:
+            wrong[f"has the dtypes {', '.join(sorted(dtypes))}"].append(item.name)
+    problems = [Problem(f"{count} cannot be divided among {layout.tp} tensor-parallel ranks") for count in blocked]
+    problems += [Problem(f"{name} {what}", mend=_MEND) for what, names in wrong.items() for name in fold_names(names)]
+    if problems:
+        raise Refused(f"{folder / MANIFEST} does not hold the model that it describes", problems[:MAX_PROBLEMS])
+
+
 def _read_rank_file(folder: Path, record: RankFileRecord, manifest: Manifest) -> tuple[dict[str, StoredTensor], list[Problem]]:
     path = folder / record.path
-    mend = "restore it, or run hf2ms again"
     if not path.is_file():
-        return {}, [Problem("missing", record.path, mend)]
+        return {}, [Problem("missing", record.path, _MEND)]
     check_inside(path, folder)
     if path.stat().st_size != record.size:
-        return {}, [Problem(f"{path.stat().st_size} bytes, the manifest says {record.size}", record.path, mend)]
+        return {}, [Problem(f"{path.stat().st_size} bytes, the manifest says {record.size}", record.path, _MEND)]
     tensors, metadata = read_header(path) if manifest.format == "safetensors" else (read_ckpt(path), {})
     if manifest.format == "safetensors" and metadata.get("ms_convert_run") != manifest.run:
-        return {}, [Problem("a file from another run", record.path, mend)]
+        return {}, [Problem("a file from another run", record.path, _MEND)]
     found = {tensor.name: tensor for tensor in tensors}
     expected = {tensor.name: tensor for tensor in record.tensors}
     if set(found) != set(expected) or len(tensors) != len(found):
-        return {}, [Problem("other tensors than the manifest lists", record.path, mend)]
+        return {}, [Problem("other tensors than the manifest lists", record.path, _MEND)]
     wrong = [name for name, tensor in found.items() if (tensor.dtype, tensor.shape) != (expected[name].dtype, expected[name].shape)]
-    return found, [Problem(f"{name}: another dtype or shape than the manifest says", record.path, mend) for name in wrong[:5]]
+    return found, [Problem(f"{name}: another dtype or shape than the manifest says", record.path, _MEND) for name in wrong[:5]]
 
 
 def recorded_checksums(manifest: Manifest) -> dict[tuple[int, str], str]:

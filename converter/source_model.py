@@ -71,7 +71,11 @@ def understand(folder: HFFolder, table: FamilyTable | None = None, tied: bool | 
     """
     where = str(folder.path / "config.json")
     architecture = architecture_of(folder.config, where)
-    table = table or find_table(folder.config, where)
+    if table is None:
+        table = find_table(folder.config, where)
+    elif architecture not in table.architectures:
+        what = f"the table {table.where} serves {', '.join(table.architectures)}, not {architecture}"
+        raise refuse(what, where, "name the architecture in the table, if its rules hold for it")
     names = restore_prefix(table, folder.tensors)
     tensors = _by_whole_name(folder, names)
     reading = read_model_config(
@@ -85,7 +89,9 @@ def understand(folder: HFFolder, table: FamilyTable | None = None, tied: bool | 
     duplicates = {name: of for name, of in expansion.duplicates.items() if name in tensors}
     problems = [*_presence(expansion, tensors), *_shapes(expansion, tensors), *_dtypes(folder, expansion, tensors)]
     if problems:
-        raise Refused(f"{folder.path.name or folder.path} does not fit the table {table.where}", problems[:MAX_PROBLEMS])
+        more = len(problems) - MAX_PROBLEMS
+        shown = [*problems[:MAX_PROBLEMS], Problem(f"and {more} more")] if more > 0 else problems
+        raise Refused(f"{folder.path.name or folder.path} does not fit the table {table.where}", shown)
     return SourceModel(folder, table, config, expansion, tensors, names, dropped, duplicates, tuple(reading.notes))
 
 
@@ -154,7 +160,11 @@ def _shapes(expansion: Expansion, tensors: Mapping[str, StoredTensor]) -> Iterab
 
 
 def _dtypes(folder: HFFolder, expansion: Expansion, tensors: Mapping[str, StoredTensor]) -> Iterable[Problem]:
-    fp8 = [name for name in expansion.hf_shapes if name in tensors and tensors[name].dtype in FP8]
-    for name in fold_names(fp8):
-        mend = "dequantise to bf16 first: block-scaled fp8 weights are not read"
-        yield Problem(f"{name} is {tensors[fp8[0]].dtype}", str(folder.path), mend)
+    fp8: dict[str, list[str]] = defaultdict(list)
+    for name in expansion.hf_shapes:
+        if name in tensors and tensors[name].dtype in FP8:
+            fp8[tensors[name].dtype].append(name)
+    for dtype, names in fp8.items():
+        for name in fold_names(names):
+            mend = "dequantise to bf16 first: block-scaled fp8 weights are not read"
+            yield Problem(f"{name} is {dtype}", str(folder.path), mend)
