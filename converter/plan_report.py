@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from converter.hf2ms import Conversion
-from converter.layout import slice_of
+from converter.layout import ParallelLayout, slice_of
 from converter.memory import peak_memory
 from converter.ms2hf import Restoration
 from converter.plan import Plan
+from converter.source_model import SourceModel
 from mappings.names import fold_names
 
 
@@ -32,10 +33,7 @@ def conversion_facts(conversion: Conversion) -> dict[str, Any]:
             "dtypes": dict(Counter(tensor.dtype for tensor in source.tensors.values())),
         },
         "ranks": _rank_facts(conversion),
-        "dropped": _dropped(conversion),
-        "duplicates": [{"name": name, "of": of} for name, of in source.duplicates.items()],
-        "padded": _padded(conversion),
-        "replicated": _replicated(conversion),
+        **fate_facts(source, layout),
         "side_files": [side.name for side in folder.side_files],
         "left": [{"name": name, "why": why} for name, why in folder.left],
         "notes": list(source.notes),
@@ -100,24 +98,32 @@ def _rank_facts(conversion: Conversion) -> list[dict[str, Any]]:
     return facts
 
 
-def _dropped(conversion: Conversion) -> list[dict[str, str]]:
+def fate_facts(source: SourceModel, layout: ParallelLayout) -> dict[str, Any]:
+    """What is not carried as it is: dropped, a duplicate, padded, or held by several ranks. Names folded over layers."""
+    return {
+        "dropped": _dropped(source),
+        "duplicates": [{"name": name, "of": of} for name, of in source.duplicates.items()],
+        "padded": _padded(source, layout),
+        "replicated": _replicated(source, layout),
+    }
+
+
+def _dropped(source: SourceModel) -> list[dict[str, str]]:
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for name, drop in conversion.source.dropped.items():
+    for name, drop in source.dropped.items():
         by_reason[drop.why].append(name)
     return [{"name": name, "why": why} for why, names in by_reason.items() for name in fold_names(names)]
 
 
-def _padded(conversion: Conversion) -> list[dict[str, Any]]:
-    layout = conversion.layout
+def _padded(source: SourceModel, layout: ParallelLayout) -> list[dict[str, Any]]:
     if layout.padded_vocab == layout.vocab:
         return []
-    names = [item.name for item in conversion.source.expansion.parameters.values() if item.parameter.cut == "vocab"]
+    names = [item.name for item in source.expansion.parameters.values() if item.parameter.cut == "vocab"]
     return [{"name": name, "axis": "vocab", "from": layout.vocab, "to": layout.padded_vocab} for name in names]
 
 
-def _replicated(conversion: Conversion) -> list[dict[str, Any]]:
+def _replicated(source: SourceModel, layout: ParallelLayout) -> list[dict[str, Any]]:
     """Parameters that several ranks hold whole or share a head of; and the tied embedding's two places."""
-    source, layout = conversion.source, conversion.layout
     copies: dict[tuple[str, int], list[str]] = defaultdict(list)
     for item in source.expansion.parameters.values():
         piece = slice_of(item.parameter, item.shape, source.expansion.sizes, layout, 0)
