@@ -25,10 +25,13 @@ def check_not_carried(source: SourceModel) -> None:
 
 
 def _wrong_duplicates(source: SourceModel) -> Iterable[Problem]:
+    heads = {name for rule in source.table.rules_with_role("head") for name in rule.hf}
     for name, of in source.duplicates.items():
         if not same_bytes(source.tensors[name], source.tensors[of]):
-            what = f"{name} differs from {of}, which it should repeat (tied embeddings)"
-            yield Problem(what, str(source.tensors[name].path), "if the model has a head of its own, say --no-tie-embeddings")
+            why, mend = "of which the model uses one only", "find out which of the two is right, and save it under both names"
+            if name in heads:
+                why, mend = "tied embeddings", "if the model has a head of its own, say --no-tie-embeddings"
+            yield Problem(f"{name} differs from {of}, which it should repeat ({why})", str(source.tensors[name].path), mend)
 
 
 def _wrong_buffers(source: SourceModel) -> Iterable[Problem]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,11 +27,13 @@ from converter.manifest import (
     SourceRecord,
     TensorRecord,
     WeightFileRecord,
+    is_plain_relative,
     read_manifest,
     write_manifest,
+    write_whole,
 )
-from converter.outcome import Outcome, refuse_overlap
-from converter.output_folder import RANK_TREE, FileRecord, OutputFolder, Run, missing_space
+from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
+from converter.output_folder import RANK_TREE, FileRecord, OutputFolder, Run, finish_interrupted, missing_space
 from converter.plan import Plan
 from converter.plan_hf2ms import RankTreePlan, plan_rank_tree
 from converter.resume import unfinished_files
@@ -40,7 +41,8 @@ from converter.side_files import copy_side_files
 from converter.source_model import SourceModel, understand
 from converter.strategies import strategy_files
 from converter.tensors import StoredTensor
-from mappings.errors import Refused, refuse
+from converter.untrusted import quoted
+from mappings.errors import Problem, Refused, refuse
 from mappings.tables import FamilyTable
 
 
@@ -83,12 +85,11 @@ class Conversion:
     options: RankTreeOptions
 
 
-Progress = Callable[[int], None]
-
-
 def plan_conversion(model: Path, options: RankTreeOptions, table: FamilyTable | None = None) -> Conversion:
     """Plan hf2ms from headers alone. Raises Refused with everything that stands in the way."""
-    source = understand(read_hf_folder(model), table, options.tied)
+    folder = read_hf_folder(model)
+    _check_names(folder)
+    source = understand(folder, table, options.tied)
     layout = make_layout(
         source.config, source.expansion, tp=options.tp, pp=options.pp, dp=options.dp,
         layers_per_stage=options.layers_per_stage, vocab_multiple=options.vocab_multiple,
@@ -99,6 +100,15 @@ def plan_conversion(model: Path, options: RankTreeOptions, table: FamilyTable | 
     if options.ranks is not None:
         mine = plan_rank_tree(source, layout, file_format=options.file_format, dtype=options.dtype, ranks=options.ranks, run=run.identity)
     return Conversion(source, layout, whole, mine, run, options)
+
+
+def _check_names(folder: HFFolder) -> None:
+    """The manifest's reader accepts no name that could play a trick on a path or a terminal, so none is written either."""
+    what, mend = "a file name with control characters, a backslash or bytes that are not UTF-8", "rename it"
+    names = [file.name for file in folder.files] + [side.name for side in folder.side_files]
+    problems = [Problem(f"{what}: {quoted(name)}", str(folder.path), mend) for name in names if not is_plain_relative(name)]
+    if problems:
+        raise Refused("names that cannot travel", problems[:40])
 
 
 def _identity(source: SourceModel, layout: ParallelLayout, options: RankTreeOptions) -> Run:
@@ -120,16 +130,15 @@ def _header_digest(tensors: Iterable[StoredTensor]) -> str:
     return digest.hexdigest()
 
 
-def convert(conversion: Conversion, output: Path, on_progress: Progress | None = None) -> Outcome:
+def convert(conversion: Conversion, output: Path, on_progress: OnProgress | None = None) -> Outcome:
     """Write the ranks asked for, and the manifest once all ranks are there. Continues an unfinished run of the same identity.
 
     Raises Refused before the first byte when something is wrong; a kill at any moment leaves nothing that looks finished.
     """
     options = conversion.options
     refuse_overlap(conversion.source.folder.path, output)
-    done = _finished_before(conversion, output)
-    if done is not None and not options.overwrite:
-        return done
+    if not options.overwrite and _finished_before(conversion, output):
+        return Outcome(output, notes=["this conversion is finished already: nothing to do"])
     check_not_carried(conversion.source)
     outcome = Outcome(output)
     with OutputFolder(output, RANK_TREE, conversion.run, overwrite=options.overwrite, lock_places=conversion.mine.files_of_rank) as folder:
@@ -137,10 +146,8 @@ def convert(conversion: Conversion, output: Path, on_progress: Progress | None =
         outcome.notes += folder.notes
         plan = Plan(remaining)
         missing_space(output, plan.nbytes + sum(side.size for side in conversion.source.folder.side_files))
-        if on_progress is not None:
-            on_progress(conversion.mine.plan.nbytes - plan.nbytes)
         results = execute(
-            plan, output, workers=options.workers, on_progress=on_progress,
+            plan, output, workers=options.workers, on_progress=counted_from(conversion.mine.plan.nbytes - plan.nbytes, on_progress),
             on_file_done=lambda result: folder.record(FileRecord(result.path, result.size, dict(result.checksums))),
             allow_overflow=options.allow_overflow,
         )  # fmt: skip
@@ -150,28 +157,29 @@ def convert(conversion: Conversion, output: Path, on_progress: Progress | None =
     return outcome
 
 
-def _finished_before(conversion: Conversion, output: Path) -> Outcome | None:
-    """The same conversion, finished earlier and still whole; None when there is something to do."""
+def _finished_before(conversion: Conversion, output: Path) -> bool:
+    """Whether the same conversion was finished earlier and is still whole. Raises Refused when it has lost a file since."""
     if not (output / MANIFEST).is_file():
-        return None
+        return False
     try:
         manifest = read_manifest(output)
     except Refused:
-        return None
+        return False
     if manifest.run != conversion.run.identity:
-        return None
+        return False
+    finish_interrupted(output, RANK_TREE, conversion.run)
     gone = [file.path for file in manifest.files if not (output / file.path).is_file() or (output / file.path).stat().st_size != file.size]
     if gone:
         raise refuse(f"the finished conversion has lost {gone[0]}", str(output), "run again with --overwrite")
-    return Outcome(output, notes=["this conversion is finished already: nothing to do"])
+    return True
 
 
 def _link(conversion: Conversion, folder: OutputFolder) -> None:
     """Give every data-parallel rank its file: a hard link, or a copy where the file system has none."""
     for path, target in conversion.mine.links:
-        if path in folder.records:
-            continue
         place = folder.path / path
+        if path in folder.records and place.samefile(folder.path / target):
+            continue
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = place.with_name(place.name + ".partial")
         temporary.unlink(missing_ok=True)
@@ -185,18 +193,21 @@ def _link(conversion: Conversion, folder: OutputFolder) -> None:
 
 def _finish(conversion: Conversion, folder: OutputFolder, outcome: Outcome) -> None:
     """Side files, strategy files and the manifest, once every rank of the layout is there."""
-    records = folder.refresh()
-    missing = tuple(rank for rank, path in conversion.whole.files_of_rank.items() if path not in records)
-    if missing:
-        outcome.finished, outcome.missing_ranks = False, missing
-        return
-    side_files = copy_side_files(_side_files(conversion.source.folder), folder.path / SIDE_FOLDER)
-    for path, content in strategy_files(conversion.source, conversion.layout).items():
-        place = folder.path / path
-        place.parent.mkdir(exist_ok=True)
-        place.write_bytes(content)
-    write_manifest(folder.path, _manifest(conversion, records, side_files))
-    folder.finish()
+    with folder.ending() as records:
+        if records is None:
+            outcome.notes.append("another run, for other ranks, has written the manifest meanwhile")
+            return
+        missing = tuple(rank for rank, path in conversion.whole.files_of_rank.items() if path not in records)
+        if missing:
+            outcome.finished, outcome.missing_ranks = False, missing
+            return
+        side_files = copy_side_files(_side_files(conversion.source.folder), folder.path / SIDE_FOLDER)
+        for path, content in strategy_files(conversion.source, conversion.layout).items():
+            place = folder.path / path
+            place.parent.mkdir(exist_ok=True)
+            write_whole(place, content)
+        write_manifest(folder.path, _manifest(conversion, records, side_files))
+        folder.finish()
 
 
 def _side_files(folder: HFFolder) -> list[SideFile]:
@@ -239,12 +250,3 @@ def _rank_records(conversion: Conversion, records: Mapping[str, FileRecord]) -> 
         layers = tuple(range(ends[place.stage] - conversion.layout.layers_per_stage[place.stage], ends[place.stage]))
         tensors = tuple(TensorRecord(item.name, item.dtype, item.shape, record.checksums[item.name]) for item in planned[path].tensors)
         yield RankFileRecord(path, rank, place.stage, place.data, place.tensor, layers, record.size, tensors)
-
-
-def dtype_bytes(plan: Plan) -> Counter[str]:
-    """Bytes of each dtype in a plan."""
-    total: Counter[str] = Counter()
-    for file in plan.files:
-        for tensor in file.tensors:
-            total[tensor.dtype] += tensor.nbytes
-    return total

@@ -231,12 +231,14 @@ def _check_headers(folder: Path, files: tuple[WeightFile, ...], weight_map: dict
 
 def _side_files(folder: Path, form: WeightForm, used: set[str]) -> tuple[tuple[SideFile, ...], tuple[tuple[str, str], ...]]:
     carried, left = [], []
-    for path in _walk(folder):
+    for path, why_left in _walk(folder):
         name = path.relative_to(folder).as_posix()
         if name in used:
             continue
         if name.endswith(WEIGHT_SUFFIXES) or any(name == other.index for other in FORMS if other is not form):
-            left.append((name, f"weights in another form than the {form.name} ones that are converted"))
+            why_left = f"weights in another form than the {form.name} ones that are converted"
+        if why_left:
+            left.append((name, why_left))
             continue
         check_inside(path, folder)
         carried.append(SideFile(name, path, path.stat().st_size))
@@ -245,7 +247,13 @@ def _side_files(folder: Path, form: WeightForm, used: set[str]) -> tuple[tuple[S
     return tuple(carried), tuple(left)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Every entry below the folder that is no plain folder, with the reason why it cannot travel ("" when it can)."""
     for root, folders, names in os.walk(folder, followlinks=False):
-        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS)
-        yield from (Path(root) / name for name in sorted(names) if (Path(root) / name).is_file())
+        links = {name for name in folders if (Path(root) / name).is_symlink()}
+        yield from ((Path(root) / name, "a link to a folder, which is not followed") for name in sorted(links))
+        yield from ((Path(root) / name, "no part of a model") for name in sorted(SKIPPED_FOLDERS.intersection(folders) - links))
+        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS - links)
+        for name in sorted(names):
+            path = Path(root) / name
+            yield path, "" if path.is_file() else "neither a file nor a link to one"

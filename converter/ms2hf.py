@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,8 @@ import xxhash
 
 from converter.execute import execute
 from converter.manifest import MANIFEST, SIDE_FOLDER, SideFileRecord, write_atomically
-from converter.outcome import Outcome, refuse_overlap
-from converter.output_folder import HF_FOLDER, FileRecord, OutputFolder, Run, missing_space
+from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
+from converter.output_folder import HF_FOLDER, FileRecord, OutputFolder, Run, finish_interrupted, missing_space
 from converter.plan import Plan
 from converter.plan_ms2hf import HFFolderPlan, plan_hf_folder, replicas_of
 from converter.rank_tree import RankTree, index_text, read_rank_tree, recorded_checksums
@@ -57,7 +57,7 @@ def plan_restoration(folder: Path, options: HFOptions) -> Restoration:
     return Restoration(tree, planned, Run(identity, shown), options)
 
 
-def restore(restoration: Restoration, output: Path, on_progress: Callable[[int], None] | None = None) -> Outcome:
+def restore(restoration: Restoration, output: Path, on_progress: OnProgress | None = None) -> Outcome:
     """Write the Hugging Face folder: weights, then index and side files, `config.json` last. Continues an unfinished run.
 
     Raises Refused when slices disagree with each other or with the manifest's checksums.
@@ -65,16 +65,17 @@ def restore(restoration: Restoration, output: Path, on_progress: Callable[[int],
     tree, options = restoration.tree, restoration.options
     refuse_overlap(tree.path, output)
     outcome = Outcome(output)
+    if finish_interrupted(output, HF_FOLDER, restoration.run) and not options.overwrite:
+        outcome.notes.append("this conversion is finished already: nothing to do")
+        return outcome
     with OutputFolder(output, HF_FOLDER, restoration.run, overwrite=options.overwrite, lock_places=[0]) as folder:
         remaining = unfinished_files(restoration.planned.plan.files, folder, options.workers)
         outcome.notes += folder.notes
         plan = Plan(remaining)
         missing_space(output, plan.nbytes)
         check_slices(tree, plan, options.workers)
-        if on_progress is not None:
-            on_progress(restoration.planned.plan.nbytes - plan.nbytes)
         results = execute(
-            plan, output, workers=options.workers, on_progress=on_progress,
+            plan, output, workers=options.workers, on_progress=counted_from(restoration.planned.plan.nbytes - plan.nbytes, on_progress),
             on_file_done=lambda result: folder.record(FileRecord(result.path, result.size, dict(result.checksums))),
             allow_overflow=options.allow_overflow,
         )  # fmt: skip

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mappings.errors import refuse
+
+OnProgress = Callable[[int], None]
+"""Called with the bytes of tensor data that are done, those of an earlier run of the same conversion included."""
 
 
 @dataclass
@@ -25,3 +29,11 @@ def refuse_overlap(source: Path, output: Path) -> None:
     here, there = source.resolve(), output.resolve()
     if here == there or here.is_relative_to(there) or there.is_relative_to(here):
         raise refuse("the output folder and the input folder lie in one another", str(output), "give an -o outside the input folder")
+
+
+def counted_from(before: int, on_progress: OnProgress | None) -> OnProgress | None:
+    """A callback for the bytes of this run alone, where `before` bytes were there already; they are reported at once."""
+    if on_progress is None:
+        return None
+    on_progress(before)
+    return lambda written: on_progress(before + written)

@@ -1,21 +1,22 @@
 """The output folder of a run that may be killed at any moment and continued by the same command.
 
-While a run is unfinished its folder holds `.ms-convert/`: `run.json` (the identity of the run and what it does) and one record for each
-finished file. Files that are being written are named `*.partial`. When everything else is done the file that makes the folder usable is
-written (`manifest.json`, or `config.json` of a Hugging Face folder), and the records go away. So a folder that looks finished is finished.
+While a run is unfinished its folder holds `.ms-convert/`: `run.json` (the identity of the run and what it does), one record for each
+finished file, and the lock. Files that are being written are named `*.partial`. When everything else is done the file that makes the
+folder usable is written (`manifest.json`, or `config.json` of a Hugging Face folder), and the records go away. So a folder that looks
+finished is finished.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from converter.folder_lock import FolderLock
 from converter.manifest import MANIFEST, write_atomically
 from converter.records import RecordError, decode, encode
 from mappings.errors import Problem, Refused, refuse
@@ -32,9 +33,10 @@ class FolderKind:
     own: re.Pattern[str]
 
 
-RANK_TREE = FolderKind(MANIFEST, re.compile(r"rank_\d+|strategy|huggingface|manifest\.json|\.ms-convert"))
+RANK_TREE = FolderKind(MANIFEST, re.compile(r"rank_\d+|strategy|huggingface|\.?manifest\.json(\.partial)?|\.ms-convert"))
 HF_FOLDER = FolderKind(
-    "config.json", re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.partial)?|model\.safetensors\.index\.json|config\.json|\.ms-convert")
+    "config.json",
+    re.compile(r"(model(-\d+-of-\d+)?\.safetensors|\.?model\.safetensors\.index\.json|config\.json)(\.partial)?|\.ms-convert"),
 )
 
 
@@ -58,46 +60,45 @@ class Run:
 class OutputFolder:
     """An output folder, opened for one run. Use as a context manager: the lock that keeps others out lasts until the exit.
 
-    `notes` says what was found (a run continued, an outdated one begun again).
+    `lock_places` are numbers of what this run writes; runs for other places (ranks on other hosts) may go on beside it. `notes` says what
+    was found (a run continued, an outdated one begun again). A run that is refused before its first file leaves nothing behind.
     """
 
     def __init__(self, path: Path, kind: FolderKind, run: Run, *, overwrite: bool, lock_places: Collection[int]) -> None:
         self.path, self.kind, self.run, self.overwrite = path, kind, run, overwrite
-        self.lock_places = sorted(lock_places)
         self.progress = path / PROGRESS_FOLDER
         self.notes: list[str] = []
         self.records: dict[str, FileRecord] = {}
-        self._lock: int | None = None
+        self._lock = FolderLock(self.progress / "lock", sorted(lock_places))
+        self._created = self._began = False
 
     def __enter__(self) -> OutputFolder:
-        created = not self.path.exists()
-        if not created and not self.path.is_dir():
+        self._created = not self.path.exists()
+        if not self._created and not self.path.is_dir():
             raise refuse("a file, not a folder", str(self.path), "give another -o")
-        before = self._unfinished_run() if not created else None
-        if before is None and not created and any(self.path.iterdir()):
-            self._refuse_or_clear()
-        self.progress.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
-        if before is not None and before.identity != self.run.identity:
-            self._begin_again(before)
-        elif before is not None:
-            self.records = dict(self._read_records())
-            self.notes.append(
-                f"continuing an unfinished run: {len(self.records)} finished file{'s' if len(self.records) != 1 else ''} found"
-            )
-        if before is None or before.identity != self.run.identity:
-            write_atomically(self.progress / "run.json", json.dumps(encode(self.run)))
+        self._refuse_foreign()
+        self._lock.open()
+        try:
+            with self._lock.gate():
+                self._begin()
+        except BaseException:
+            self._leave_no_trace()
+            self._lock.close()
+            raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._leave_no_trace()
+        self._lock.close()
 
     def record(self, record: FileRecord) -> None:
-        """Note a finished file; called after its rename. One writer per record, so that several hosts may share the folder."""
+        """Note a finished file; called after its rename. One writer per record, so that several hosts may share the folder.
+
+        Not durable: after a power cut a record may be gone or say too much, and files are checked before they are taken over.
+        """
         self.records[record.path] = record
-        write_atomically(self._record_path(record.path), json.dumps(encode(record)))
+        write_atomically(self._record_path(record.path), json.dumps(encode(record)), durable=False)
 
     def forget(self, path: str) -> None:
         """A finished file that is not as it was recorded: write it again."""
@@ -105,23 +106,57 @@ class OutputFolder:
         self._record_path(path).unlink(missing_ok=True)
         (self.path / path).unlink(missing_ok=True)
 
-    def refresh(self) -> Mapping[str, FileRecord]:
-        """All records of this run, those of other hosts too."""
-        self.records = dict(self._read_records())
-        return self.records
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[Mapping[str, FileRecord] | None]:
+        """All records of this run, those of other hosts too, while no other run begins or ends; None when another host has finished it."""
+        with self._lock.gate():
+            if (self.path / self.kind.marker).exists():
+                yield None
+            else:
+                self.records = dict(self._read_records())
+                yield self.records
 
     def finish(self) -> None:
         """Remove the traces of progress, after the marker was written."""
         shutil.rmtree(self.progress, ignore_errors=True)
 
+    def _begin(self) -> None:
+        """Find out what is there, with the gate shut. Raises Refused when another run is in the way."""
+        self._lock.take()
+        before = self._unfinished_run()
+        if before is None and self._holds_something():
+            self._refuse_foreign()
+            self._lock.alone()
+            finished = (self.path / self.kind.marker).exists()
+            self._remove_own()
+            self.notes.append("replaced what an earlier conversion had left" if finished else "writing beside files that were there before")
+        elif before is not None and before.identity != self.run.identity:
+            self._lock.alone()
+            self._begin_again(before)
+        elif before is not None:
+            self.records = dict(self._read_records())
+            self.notes.append(
+                f"continuing an unfinished run: {len(self.records)} finished file{'s' if len(self.records) != 1 else ''} found"
+            )
+        if before is None or before.identity != self.run.identity:
+            self._began = True
+            write_atomically(self.progress / "run.json", json.dumps(encode(self.run)))
+
+    def _leave_no_trace(self) -> None:
+        """Undo the beginning of a run that wrote nothing; best effort, after an error that is more important."""
+        if not self._lock.is_open or any(self.progress.glob("file-*.json")):
+            return
+        with contextlib.suppress(OSError, Refused), self._lock.gate():
+            if self._began or not (self.progress / "run.json").exists():
+                self._lock.alone()
+                for folder in self.path.glob("rank_*"):
+                    folder.rmdir()
+                shutil.rmtree(self.progress)
+                if self._created:
+                    self.path.rmdir()
+
     def _unfinished_run(self) -> Run | None:
-        path = self.progress / "run.json"
-        if (self.path / self.kind.marker).exists() or not path.is_file() or path.stat().st_size > MAX_RECORD_BYTES:
-            return None
-        try:
-            return decode(Run, json.loads(path.read_text(encoding="utf-8")), "run.json")
-        except (ValueError, RecursionError, RecordError):
-            return None
+        return None if (self.path / self.kind.marker).exists() else recorded_run(self.path)
 
     def _read_records(self) -> Iterable[tuple[str, FileRecord]]:
         for path in sorted(self.progress.glob("file-*.json")):
@@ -138,13 +173,16 @@ class OutputFolder:
     def _record_path(self, path: str) -> Path:
         return self.progress / f"file-{path.replace('/', '-')}.json"
 
-    def _refuse_or_clear(self) -> None:
+    def _holds_something(self) -> bool:
+        """Whether there is anything but the progress folder of a run that has not said yet what it does."""
+        return any(entry.name != PROGRESS_FOLDER for entry in self.path.iterdir())
+
+    def _refuse_foreign(self) -> None:
+        if self._created or self.overwrite or self._unfinished_run() is not None or not self._holds_something():
+            return
         finished = (self.path / self.kind.marker).exists()
-        if not self.overwrite:
-            what = "holds a finished conversion" if finished else "is not empty, and not an unfinished run of ms-convert"
-            raise refuse(f"the output folder {what}", str(self.path), "give another -o, or --overwrite to replace it")
-        self._remove_own()
-        self.notes.append("replaced what an earlier conversion had left" if finished else "writing into a folder that holds other files")
+        what = "holds a finished conversion" if finished else "is not empty, and not an unfinished run of ms-convert"
+        raise refuse(f"the output folder {what}", str(self.path), "give another -o, or --overwrite to replace it")
 
     def _begin_again(self, before: Run) -> None:
         changed = [
@@ -153,31 +191,40 @@ class OutputFolder:
             if before.options.get(name) != self.run.options.get(name)
         ]
         self.notes.append(f"an unfinished run had other inputs ({'; '.join(changed) or 'the source changed'}): starting again")
-        self._remove_own(keep_progress=True)
-        for path in self.progress.glob("file-*.json"):
-            path.unlink()
+        self._remove_own()
 
-    def _remove_own(self, keep_progress: bool = False) -> None:
+    def _remove_own(self) -> None:
         """Remove what ms-convert itself writes, and nothing else. The marker goes first: without it nothing looks finished."""
         (self.path / self.kind.marker).unlink(missing_ok=True)
         for entry in sorted(self.path.iterdir()):
-            if not self.kind.own.fullmatch(entry.name) or (keep_progress and entry.name == PROGRESS_FOLDER):
+            if not self.kind.own.fullmatch(entry.name) or entry.name == PROGRESS_FOLDER:
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+        for path in self.progress.glob("*.json"):
+            path.unlink()
 
-    def _take_lock(self) -> None:
-        """One byte of the lock file for each place that this run writes: runs for other ranks may go on beside it."""
-        self._lock = os.open(self.progress / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        for place in self.lock_places:
-            try:
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-            except OSError as error:
-                os.close(self._lock)
-                self._lock = None
-                raise refuse("another ms-convert is writing here", str(self.path), "wait for it, or stop it and run this again") from error
+
+def recorded_run(folder: Path) -> Run | None:
+    """The run whose records a folder holds; None when it holds none that can be read."""
+    path = folder / PROGRESS_FOLDER / "run.json"
+    if not path.is_file() or path.stat().st_size > MAX_RECORD_BYTES:
+        return None
+    try:
+        return decode(Run, json.loads(path.read_text(encoding="utf-8")), "run.json")
+    except (ValueError, RecursionError, RecordError):
+        return None
+
+
+def finish_interrupted(folder: Path, kind: FolderKind, run: Run) -> bool:
+    """Whether this very run had written its last file and was stopped before it removed its records; they are removed now."""
+    before = recorded_run(folder) if (folder / kind.marker).is_file() else None
+    if before is None or before.identity != run.identity:
+        return False
+    shutil.rmtree(folder / PROGRESS_FOLDER, ignore_errors=True)
+    return True
 
 
 def missing_space(path: Path, needed: int) -> None:

@@ -7,13 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 from converter.formats import READERS
 from converter.output_folder import FileRecord, OutputFolder
+from converter.partial_files import SUFFIX
 from converter.plan import TargetFile
 from converter.stored_bytes import checksum
 from mappings.errors import Refused
 
 
 def unfinished_files(files: Iterable[TargetFile], folder: OutputFolder, workers: int) -> tuple[TargetFile, ...]:
-    """The files that are still to be written: those without a record, and those whose bytes are no longer what was recorded."""
+    """The files that are still to be written: those without a record, and those whose bytes are no longer what was recorded.
+
+    What a killed run had begun of them is removed: it takes room on the disk.
+    """
     planned = tuple(files)
     recorded = [file for file in planned if file.path in folder.records]
     with ThreadPoolExecutor(workers) as pool:
@@ -22,7 +26,10 @@ def unfinished_files(files: Iterable[TargetFile], folder: OutputFolder, workers:
         if not is_whole:
             folder.notes.append(f"{file.path} is not as it was written: writing it again")
             folder.forget(file.path)
-    return tuple(file for file in planned if file.path not in folder.records)
+    remaining = tuple(file for file in planned if file.path not in folder.records)
+    for file in remaining:
+        (folder.path / (file.path + SUFFIX)).unlink(missing_ok=True)
+    return remaining
 
 
 def _is_as_recorded(folder: OutputFolder, record: FileRecord, file: TargetFile) -> bool:

@@ -27,7 +27,7 @@ def run_hf2ms(model: str, output: str | None, rules_file: str | None, *, dry_run
     if not as_json:
         show_plan(facts)
     with progress("hf2ms", conversion.mine.plan.nbytes, quiet=as_json) as shown:
-        outcome = convert(conversion, Path(output), shown.advance)
+        outcome = convert(conversion, Path(output), shown.reach)
     _tell(outcome, shown.seconds, facts, as_json, next_step=f"ms-convert ms2hf {output} -o BACK")
 
 
@@ -41,7 +41,7 @@ def run_ms2hf(slices: str, output: str | None, *, dry_run: bool, as_json: bool, 
     if not as_json:
         show_restoration(facts)
     with progress("ms2hf", restoration.planned.plan.nbytes, quiet=as_json) as shown:
-        outcome = restore(restoration, Path(output), shown.advance)
+        outcome = restore(restoration, Path(output), shown.reach)
     _tell(outcome, shown.seconds, facts, as_json, next_step=f"AutoModel.from_pretrained({output!r})")
 
 
