@@ -82,7 +82,12 @@ def llama(tp: int, pp: int) -> Callable[[Path, float], Plan]:
         shapes: Shapes = {"embedding": (VOCAB, HIDDEN)}
         for layer in range(layers):
             shapes |= {f"{layer}.{name}": (HIDDEN, HIDDEN) for name in "qkvo"}
-            shapes |= {f"{layer}.gate": (FFN, HIDDEN), f"{layer}.up": (FFN, HIDDEN), f"{layer}.down": (HIDDEN, FFN), f"{layer}.norm": (HIDDEN,)}
+            shapes |= {
+                f"{layer}.gate": (FFN, HIDDEN),
+                f"{layer}.up": (FFN, HIDDEN),
+                f"{layer}.down": (HIDDEN, FFN),
+                f"{layer}.norm": (HIDDEN,),
+            }
         stored = write_source(folder, shapes | {"head": (VOCAB, HIDDEN)}, "BF16", 4)
         files = []
         for stage in range(pp):

@@ -117,7 +117,7 @@ def partitions(draw: st.DrawFn) -> TargetTensor:
         axis = draw(st.integers(0, piece.ndim - 1))
         if draw(st.booleans()) and piece.shape[axis] % 2 == 0:
             halves = piece.reshape(*piece.shape[:axis], piece.shape[axis] // 2, 2, *piece.shape[axis + 1 :])
-            pieces += (halves.take(0, axis + 1), halves.take(1, axis + 1))
+            pieces += [half.squeeze(axis + 1) for half in np.split(halves, 2, axis + 1)]
         else:
             pieces += np.split(piece, [draw(st.integers(0, piece.shape[axis]))], axis)
     parts = []

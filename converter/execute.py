@@ -1,0 +1,282 @@
+"""Executing a plan: worker threads that each fill blocks of one group of targets, write them and take their checksums.
+
+A file carries its final name only when it is complete. Work is ordered so that few files are in progress at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from converter.ckpt_format import ckpt_layout
+from converter.dtypes import item_size
+from converter.gather import BLOCK_BYTES, SPAN_BYTES, Gatherer
+from converter.open_files import OpenFiles, SourceFiles
+from converter.partial_files import FileResult, PartialFile
+from converter.plan import Plan, TargetFile, TargetTensor
+from converter.safetensors_format import safetensors_layout
+from converter.tensors import FileLayout
+from converter.word_copy import Words
+from mappings.errors import Problem, Refused
+
+Layout = Callable[[TargetFile], FileLayout]
+
+PROGRESS_BYTES = 1 << 20  # progress is reported at most once for so many bytes of a worker
+LARGE_BYTES = 64 << 20  # tensors of a file larger than that are begun first, lest one worker is left with one at the end
+
+
+def _safetensors(file: TargetFile) -> FileLayout:
+    return safetensors_layout([(tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors], dict(file.metadata))
+
+
+def _ckpt(file: TargetFile) -> FileLayout:
+    return ckpt_layout([(tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors])
+
+
+LAYOUTS: Mapping[str, Layout] = {"safetensors": _safetensors, "ckpt": _ckpt}
+
+
+def execute(
+    plan: Plan,
+    output: Path,
+    *,
+    workers: int,
+    layouts: Mapping[str, Layout] = LAYOUTS,
+    on_progress: Callable[[int], None] | None = None,
+    on_file_done: Callable[[FileResult], None] | None = None,
+    allow_overflow: bool = False,
+    durable: bool = False,
+    block_bytes: int = BLOCK_BYTES,
+    span_bytes: int = SPAN_BYTES,
+) -> list[FileResult]:
+    """Write every file of the plan under `output`, with `workers` threads; the results in the plan's order.
+
+    `on_progress` gets the bytes of tensor data written so far, `on_file_done` each file when it has its final name; neither is called
+    by two threads at a time. With `durable` a file's bytes are on the disk before it gets its name. Each worker needs `block_bytes` and
+    `span_bytes` of memory.
+
+    Raises Refused for a source that cannot be read, is too short or changes meanwhile, for a file that cannot be written, and, when all
+    else is done, for casts that made finite values infinite (unless `allow_overflow`). After any exception, KeyboardInterrupt
+    included, no thread is left, and the only files with a final name are complete.
+    """
+    return _Run(plan, output, layouts, _Options(allow_overflow, durable, block_bytes, span_bytes, on_progress, on_file_done)).execute(
+        workers
+    )
+
+
+def read_blocks(tensor: TargetTensor, sources: SourceFiles | None = None) -> Iterator[tuple[int, memoryview]]:
+    """The blocks of one target as (first element, bytes), in order: what `execute` would write.
+
+    A block is valid until the next is asked for. With `sources` the files stay open between calls; the caller closes them.
+    """
+    own = SourceFiles() if sources is None else sources
+    try:
+        for _, first, data in Gatherer(own).blocks([tensor]):
+            yield first, data
+    finally:
+        if sources is None:
+            own.close_all()
+
+
+def fill(tensor: TargetTensor, words: Words, sources: SourceFiles | None = None) -> None:
+    """Fill `words`, a C-contiguous array of unsigned words of the tensor's shape, with the target's bits."""
+    own = SourceFiles() if sources is None else sources
+    try:
+        Gatherer(own).fill(tensor, words)
+    finally:
+        if sources is None:
+            own.close_all()
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    allow_overflow: bool
+    durable: bool
+    block_bytes: int
+    span_bytes: int
+    on_progress: Callable[[int], None] | None
+    on_file_done: Callable[[FileResult], None] | None
+
+
+class _Stopped(Exception):
+    """Another thread failed; this one leaves its work."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """One group: its distinct targets, each with the places (file, index in the file) where it is written."""
+
+    first_file: int
+    targets: dict[int, TargetTensor] = field(default_factory=dict)  # by identity: ranks share the target of a replicated parameter
+    places: dict[int, list[tuple[PartialFile, int]]] = field(default_factory=dict)
+
+    def add(self, tensor: TargetTensor, file: PartialFile, index: int) -> None:
+        self.targets.setdefault(id(tensor), tensor)
+        self.places.setdefault(id(tensor), []).append((file, index))
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        return self.first_file, max(tensor.nbytes for tensor in self.targets.values()) < LARGE_BYTES
+
+
+class _Progress:
+    """Bytes written by all workers."""
+
+    def __init__(self, callback: Callable[[int], None] | None) -> None:
+        self._callback = callback
+        self._lock = threading.Lock()
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count and report."""
+        with self._lock:
+            self._done += nbytes
+            if self._callback is not None:
+                self._callback(self._done)
+
+
+class _WorkerProgress:
+    """Bytes written by one worker, reported when they are worth it: tensors may be tiny."""
+
+    def __init__(self, total: _Progress) -> None:
+        self._total = total
+        self._unreported = 0
+
+    def add(self, nbytes: int) -> None:
+        self._unreported += nbytes
+        if self._unreported >= PROGRESS_BYTES:
+            self.report()
+
+    def report(self) -> None:
+        if self._unreported:
+            self._total.add(self._unreported)
+            self._unreported = 0
+
+
+class _Run:
+    """One execution of a plan: what its threads share."""
+
+    def __init__(self, plan: Plan, output: Path, layouts: Mapping[str, Layout], options: _Options) -> None:
+        self._options = options
+        self._sources = SourceFiles()
+        self._targets = OpenFiles(os.O_WRONLY | os.O_NOFOLLOW)
+        _check_paths(plan)
+        self._files = [PartialFile(file, output, layouts[file.format], self._targets) for file in plan.files]
+        self._tasks = iter(_tasks(self._files))
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._progress = _Progress(options.on_progress)
+        self._overflows: Counter[str] = Counter()
+        self._refused: set[PartialFile] = set()
+        self._results: dict[str, FileResult] = {}
+
+    def execute(self, workers: int) -> list[FileResult]:
+        try:
+            with ThreadPoolExecutor(1) as self._finisher, ThreadPoolExecutor(workers) as pool:
+                try:
+                    for file in self._files:
+                        if not file.file.tensors:
+                            self._finisher.submit(self._finish, file)
+                    for worker in as_completed([pool.submit(self._work) for _ in range(workers)]):
+                        worker.result()
+                except BaseException as error:  # KeyboardInterrupt reaches this thread, not the workers
+                    self._fail(error)
+            if self._overflows:
+                self._fail(_overflow_refusal(self._overflows))
+            if self._error is not None:
+                raise self._error
+        finally:
+            for file in self._files:
+                if file.file.path not in self._results:
+                    file.discard()
+            self._sources.close_all()
+            self._targets.close_all()
+        return [self._results[file.file.path] for file in self._files]
+
+    def _work(self) -> None:
+        try:
+            gatherer = Gatherer(self._sources, self._options.block_bytes, self._options.span_bytes)
+            progress = _WorkerProgress(self._progress)
+            while (task := self._next_task()) is not None:
+                self._do(task, gatherer, progress)
+            progress.report()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self._fail(error)
+
+    def _next_task(self) -> _Task | None:
+        with self._lock:
+            return None if self._stopped else next(self._tasks, None)
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first error and let every thread stop at its next block."""
+        with self._lock:
+            self._error = self._error or error
+            self._stopped = True
+
+    def _do(self, task: _Task, gatherer: Gatherer, progress: _WorkerProgress) -> None:
+        """Gather, write and sum up one group."""
+        targets = list(task.targets.values())
+        places = list(task.places.values())
+        checksums = [xxhash.xxh3_64() for _ in targets]
+        for index, first, data in gatherer.blocks(targets):
+            if self._stopped:
+                raise _Stopped
+            checksums[index].update(data)
+            for file, position in places[index]:
+                file.write(position, first * item_size(targets[index].dtype), data)
+            progress.add(len(data) * len(places[index]))
+        if gatherer.overflows and not self._options.allow_overflow:
+            with self._lock:
+                self._overflows.update(gatherer.overflows)
+                self._refused.update(file for written in places for file, _ in written)
+        gatherer.overflows.clear()
+        for checksum, written in zip(checksums, places, strict=True):
+            digest = checksum.hexdigest()
+            for file, position in written:
+                if file.tensor_done(position, digest):
+                    self._finisher.submit(self._finish, file)
+
+    def _finish(self, file: PartialFile) -> None:
+        """Runs in the one finishing thread, while the workers go on with other files."""
+        if self._stopped or file in self._refused:
+            return
+        try:
+            self._sources.check_unchanged({os.fspath(copy.source.path) for tensor in file.file.tensors for copy in tensor.copies})
+            result = file.finish(self._options.durable)
+            self._results[result.path] = result
+            if self._options.on_file_done is not None:
+                self._options.on_file_done(result)
+        except BaseException as error:
+            self._fail(error)
+
+
+def _check_paths(plan: Plan) -> None:
+    """Raises ValueError if two files of the plan have the same path."""
+    paths = Counter(PurePosixPath(file.path) for file in plan.files)
+    if twice := [str(path) for path, count in paths.items() if count > 1]:
+        raise ValueError(f"written twice: {', '.join(twice)}")
+
+
+def _tasks(files: list[PartialFile]) -> list[_Task]:
+    """The groups in the order of their first file, so that files are finished early; a file's large tensors first."""
+    tasks: dict[str, _Task] = {}
+    for number, file in enumerate(files):
+        for index, tensor in enumerate(file.file.tensors):
+            tasks.setdefault(tensor.group, _Task(number)).add(tensor, file, index)
+    return sorted(tasks.values(), key=lambda task: task.order)
+
+
+def _overflow_refusal(overflows: Mapping[str, int]) -> Refused:
+    mend = "keep the type or choose one with a wider range (--dtype), or accept infinities with --allow-overflow"
+    problems = [Problem(f"{count} finite values would become infinite", name, mend) for name, count in sorted(overflows.items())]
+    return Refused("a cast overflows; the files with these tensors were not written", problems)

@@ -1,0 +1,200 @@
+"""Output files that have their final name only when every byte of them is there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from converter.dtypes import item_size
+from converter.open_files import OpenFiles
+from converter.plan import TargetFile
+from converter.tensors import FileLayout
+from mappings.errors import Refused, refuse
+
+SUFFIX = ".partial"
+
+_MENDS = {
+    errno.ENOSPC: "free space there or choose another output folder, then start again: finished files are kept",
+    errno.EDQUOT: "your quota is used up: free space or choose another output folder, then start again",
+    errno.EFBIG: "the file system does not take files of this size: choose another output folder",
+    errno.EROFS: "the file system is read-only: choose another output folder",
+    errno.EACCES: "choose an output folder that you may write to",
+}
+_MEND = "see that the disk and its mount are well, or choose another output folder"
+
+
+@dataclass(frozen=True, slots=True)
+class FileResult:
+    """A finished file: its path in the output folder, its size in bytes and the xxh3_64 of each tensor's bytes in hexadecimal."""
+
+    path: str
+    size: int
+    checksums: dict[str, str]
+
+
+class PartialFile:
+    """A file being written as `<path>.partial`. Several threads may write different tensors of it at a time."""
+
+    def __init__(self, file: TargetFile, folder: Path, layout: Callable[[TargetFile], FileLayout], open_files: OpenFiles) -> None:
+        self.file = file
+        self.path = folder / _inside(file.path)
+        self._partial = os.fspath(self.path) + SUFFIX
+        self._layout_of = layout
+        self._layout: FileLayout | None = None
+        self._open_files = open_files
+        self._lock = threading.Lock()
+        self._unfinished = len(file.tensors)
+        self._checksums: dict[int, str] = {}
+
+    def write(self, index: int, start: int, data: memoryview) -> None:
+        """Write `data` at byte `start` of tensor `index`. Raises Refused if it cannot be written."""
+        layout = self._layout or self._begin()
+        try:
+            descriptor = self._open_files.acquire(self._partial)
+            try:
+                for piece in layout.extents[index]:
+                    here = min(len(data), piece.length - start)
+                    if here > 0:
+                        _write_all(descriptor, data[:here], piece.offset + start)
+                        data = data[here:]
+                    start = max(0, start - piece.length)
+            finally:
+                self._open_files.release(self._partial)
+        except OSError as error:
+            raise write_refusal(error, self._partial) from error
+
+    def tensor_done(self, index: int, checksum: str) -> bool:
+        """Note that every byte of tensor `index` was written. True when that was the file's last tensor."""
+        with self._lock:
+            self._checksums[index] = checksum
+            self._unfinished -= 1
+            return not self._unfinished
+
+    def finish(self, durable: bool) -> FileResult:
+        """Give the complete file its name; with `durable` after its bytes are on the disk, so that a name never stands for less.
+
+        Raises Refused if the system reports that it could not write what it had accepted.
+        """
+        layout = self._layout or self._begin()
+        with _refusing(self._partial):
+            if durable:
+                descriptor = self._open_files.acquire(self._partial)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    self._open_files.release(self._partial)
+            self._open_files.close(self._partial)
+            os.replace(self._partial, self.path)
+            if durable:
+                sync_folder(self.path.parent)
+        checksums = {tensor.name: self._checksums[index] for index, tensor in enumerate(self.file.tensors)}
+        return FileResult(self.file.path, layout.size, checksums)
+
+    def discard(self) -> None:
+        """Remove what was written so far; nobody may be writing."""
+        if self._layout is not None:
+            self._open_files.close(self._partial)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._partial)
+
+    def _begin(self) -> FileLayout:
+        """Make the file in its full size, so that a full disk shows at once, with everything in it that is not a tensor."""
+        with self._lock:
+            if self._layout is None:
+                layout = self._layout_of(self.file)
+                _check_layout(self.file, layout)
+                with _refusing(self._partial):
+                    _create(self._partial, layout)
+                self._layout = layout
+            return self._layout
+
+
+def _inside(path: str) -> PurePosixPath:
+    """The path of a target file, sure to stay in the output folder. Raises ValueError if it does not."""
+    relative = PurePosixPath(path)
+    if relative.is_absolute() or not relative.parts or ".." in relative.parts or "\0" in path:
+        raise ValueError(f"{path!r} is not a path inside the output folder")
+    return relative
+
+
+def _check_layout(file: TargetFile, layout: FileLayout) -> None:
+    lengths = [sum(piece.length for piece in pieces) for pieces in layout.extents]
+    if lengths != [tensor.elements * item_size(tensor.dtype) for tensor in file.tensors]:
+        raise ValueError(f"the layout of {file.path} does not have room for each tensor's bytes")
+
+
+def _create(path: str, layout: FileLayout) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _allocate(descriptor, layout.size)
+        for offset, literal in layout.literals:
+            _write_all(descriptor, memoryview(literal), offset)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Give the file its size, with disk space reserved where the file system can do so at once.
+
+    Not `os.posix_fallocate`: where the file system cannot, glibc writes into every block of the file instead.
+    """
+    if _fallocate is not None and size and _fallocate(descriptor, 0, 0, size):
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR):
+            raise OSError(code, os.strerror(code))
+    os.ftruncate(descriptor, size)
+
+
+def _load_fallocate() -> Callable[[int, int, int, int], int] | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).fallocate64
+    except (OSError, AttributeError):
+        return None  # not Linux with glibc
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    function.restype = ctypes.c_int
+    call: Callable[[int, int, int, int], int] = function
+    return call
+
+
+_fallocate = _load_fallocate()
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while (count := os.pwrite(descriptor, data, offset)) != len(data):
+        data = data[count:]
+        offset += count
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _refusing(path: str) -> Iterator[None]:
+    """Turns an OSError of writing into Refused with the file and a mend."""
+    try:
+        yield
+    except OSError as error:
+        raise write_refusal(error, path) from error
+
+
+def write_refusal(error: OSError, path: str) -> Refused:
+    """The refusal for a failed write to `path`."""
+    return refuse(f"cannot be written: {error.strerror or error}", path, _MENDS.get(error.errno or 0, _MEND))
