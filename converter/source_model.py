@@ -15,7 +15,7 @@ from mappings.expand import Expansion, expand, restore_prefix
 from mappings.hf_config import read_model_config
 from mappings.names import fold_names
 from mappings.rules import Drop
-from mappings.tables import FamilyTable, bundled_families, bundled_table
+from mappings.tables import FamilyTable, bundled_families, bundled_table, bundled_table_for
 from model.config import ModelConfig
 
 MAX_PROBLEMS = 40
@@ -43,11 +43,10 @@ class SourceModel:
 def find_table(config: Mapping[str, Any], where: str) -> FamilyTable:
     """The bundled table that serves the folder's architecture. Raises Refused, naming what is served."""
     architecture = architecture_of(config, where)
-    tables = [bundled_table(family) for family in bundled_families()]
-    for table in tables:
-        if architecture in table.architectures:
-            return table
-    served = ", ".join(name for table in tables for name in table.architectures)
+    found = bundled_table_for(architecture)
+    if found is not None:
+        return found
+    served = ", ".join(name for family in bundled_families() for name in bundled_table(family).architectures)
     mend = f"served: {served}; for another family write a rule table and pass it with --rules FILE"
     raise refuse(f"no rule table serves the architecture {shown(architecture)}", where, mend)
 

@@ -114,8 +114,21 @@ def bundled_table(family: str) -> FamilyTable:
             f"no bundled rule table {family!r}",
             [Problem(f"known: {', '.join(bundled_families())}", mend="or give your own with --rules FILE")],
         )
-    text = files("mappings").joinpath("families").joinpath(f"{family}.toml").read_text(encoding="utf-8")
-    return parse_table(text, f"families/{family}.toml")
+    return parse_table(_bundled_text(family), f"families/{family}.toml")
+
+
+def bundled_table_for(architecture: str) -> FamilyTable | None:
+    """The bundled table that serves an architecture. Reading a table takes longer than planning a model: only one that names it is read."""
+    for family in bundled_families():
+        if architecture in _bundled_text(family):
+            table = bundled_table(family)
+            if architecture in table.architectures:
+                return table
+    return None
+
+
+def _bundled_text(family: str) -> str:
+    return files("mappings").joinpath("families").joinpath(f"{family}.toml").read_text(encoding="utf-8")
 
 
 def parse_table(text: str, where: str) -> FamilyTable:
