@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from converter import __version__
+from converter.command_line import run_command_line
 from converter.command_options import Command, LayerCounts, RankList, folder_argument
 
 EXAMPLES = """
@@ -159,46 +160,8 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code; every error is one screen, a traceback only with --debug."""
-    debug = "--debug" in arguments
-    try:
-        outcome = cli.main(arguments, prog_name="ms-convert", standalone_mode=False)
-        return outcome if isinstance(outcome, int) else 0
-    except click.Abort:
-        return _interrupted()
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except KeyboardInterrupt:
-        return _interrupted()
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
-    except Exception as error:
-        if debug:
-            raise
-        return _failed(error)
-
-
-def _interrupted() -> int:
-    click.echo("interrupted; the same command continues", err=True)
-    return 130
-
-
-def _failed(error: Exception) -> int:
-    from converter.display import console, printable, show_refusal
-    from mappings.errors import Problem, Refused
-
-    if isinstance(error, Refused):
-        show_refusal(error)
-    elif isinstance(error, (OSError, MemoryError)):
-        place = str(getattr(error, "filename", None) or "")
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        show_refusal(Refused("the system said no", [Problem(reason, place, "mend it and run the same command again; it continues")]))
-    else:
-        console(stderr=True).print(f"[bold red]a defect of ms-convert:[/] {type(error).__name__}: {printable(str(error))}")
-        console(stderr=True).print("  run the same command with --debug and report what it prints")
-    return 1
+    """Run one command line and return its exit code."""
+    return run_command_line(cli, "ms-convert", arguments)
 
 
 if __name__ == "__main__":

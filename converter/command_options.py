@@ -12,7 +12,7 @@ MAX_LISTED = 1 << 20
 
 
 class Command(click.Command):
-    """A command with --debug: a traceback instead of one screen when something fails (read by `cli.run`)."""
+    """A command with --debug: a traceback instead of one screen when something fails (read by `command_line.run_command_line`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
