@@ -360,20 +360,22 @@ class _TableReader:
 
     def check_placeholders(self, hf: str, targets: dict[str, str], place: str) -> None:
         for ms in targets.values():
-            lost = set(placeholders(ms)) - set(placeholders(hf))
-            loose = {name for name in set(placeholders(hf)) - set(placeholders(ms)) if name not in PLACEHOLDER_ATOM}
-            if lost or loose:
-                self.wrong(f"{{{(lost | loose).pop()}}} is not on both sides", f"let {hf!r} and {ms!r} have the same placeholders", place)
+            stacked = {name for name, atom in PLACEHOLDER_ATOM.items() if atom in self.parameters[ms].axes.all_atoms()}
+            for name in sorted((set(placeholders(hf)) ^ set(placeholders(ms))) - (stacked - set(placeholders(ms)))):
+                self.wrong(f"{{{name}}} is not on both sides", f"let {hf!r} and {ms!r} have the same placeholders", place)
 
     def check_pairing(self, axes: Axes, hf: str, targets: dict[str, str], place: str) -> None:
         if set(axes.labels) != set(targets):
             self.wrong(f"hf_axes has the labels {axes.labels}, ms has {tuple(targets)}", "name every part on both sides", place)
             return
         for label, ms in targets.items():
-            ours = set(self.parameters[ms].axes.refined(set(axes.atoms(label))).all_atoms()) - _fixed_atoms(hf, ms)
-            theirs = set(axes.refined(ours).atoms(label))
-            if ours != theirs:
-                what = f"the hf side has the axes {' '.join(sorted(theirs))}, the ms side ({ms}) has {' '.join(sorted(ours))}"
+            fixed = _fixed_atoms(hf, ms)
+            ours = set(self.parameters[ms].axes.refined(set(axes.atoms(label))).all_atoms()) - fixed
+            if ours != set(axes.refined(ours).atoms(label)):
+                theirs, mine = (
+                    " ".join(name for name in side if name not in fixed) for side in (axes.atoms(label), self.parameters[ms].axes.atoms())
+                )
+                what = f"the hf side has the axes {theirs}, the ms side ({ms}) has {mine}"
                 self.wrong(what, f"let both name the same axes; {ms} is {str(self.parameters[ms].axes)!r}", place)
 
     def drop(self, entry: dict[str, Any], place: str) -> Drop | None:
