@@ -202,9 +202,8 @@ def _layers(rule: Rule, config: ModelConfig, hf_config: Mapping[str, Any], table
 def _layer_number(limit: int | str, rule: Rule, config: ModelConfig, hf_config: Mapping[str, Any], table: FamilyTable) -> int:
     number = hf_config.get(limit) if isinstance(limit, str) else limit
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= config.layers:
-        problem = Problem(
-            f"{limit!r} is {shown(number)}, the model has {config.layers} layers", f"{table.where}, {rule.hf[0]}", "mend the table"
-        )
+        said = f"{limit!r} is {shown(number)}" if isinstance(limit, str) else f"layer {limit}"
+        problem = Problem(f"{said}: the model has {config.layers} layers", f"{table.where}, {rule.hf[0]}", "mend the table")
         raise Refused("a rule's layer range is not in the model", [problem])
     return number
 
