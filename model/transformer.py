@@ -1,0 +1,41 @@
+"""The layer that decoder and encoder share."""
+
+from __future__ import annotations
+
+from mindspore import Tensor, nn
+
+from model.attention import GroupedQueryAttention
+from model.config import ModelConfig
+from model.mlp import mlp
+from model.norms import hidden_norm
+from model.precision import Precision
+
+
+class TransformerLayer(nn.Cell):
+    """Attention and MLP, each with a residual connection and a norm: of its input (pre-norm) or of the sum (post-norm)."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        super().__init__()
+        self.pre_norm = config.norm_position == "pre"
+        self.attention_norm = hidden_norm(config, precision)
+        self.attention = GroupedQueryAttention(config, layer, precision)
+        self.mlp_norm = hidden_norm(config, precision)
+        self.mlp = mlp(config, precision)
+        self.dropout = nn.Dropout(p=config.hidden_dropout)
+
+    def construct(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+        """x [batch, seq, hidden], cos and sin [1, 1, seq, rotary_dim], padding [batch, seq] bool, True where a key is to be ignored
+        -> [batch, seq, hidden].
+        """
+        if self.pre_norm:
+            x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, padding))
+            return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = self.attention_norm(x + self.dropout(self.attention(x, cos, sin, padding)))
+        return self.mlp_norm(x + self.dropout(self.mlp(x)))
+
+
+class TransformerLayers(nn.CellList):
+    """The layers of a model, in order."""
+
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        super().__init__([TransformerLayer(config, layer, precision) for layer in range(config.layers)])
