@@ -20,7 +20,7 @@ from mappings.rules import PLACEHOLDER_ATOM, Drop, Rule
 from mappings.tables import FamilyTable
 from model.config import ModelConfig
 
-MAX_NAMES = 1_000_000
+MAX_NAMES = 400_000
 MAX_PROBLEMS = 20
 
 
