@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from typing import Any
 
 import click
@@ -18,11 +19,27 @@ Examples:
   ms-convert hf2ms ./Llama-3.1-8B -o ./slices --tp 2 --pp 2
   ms-convert hf2ms ./Llama-3.1-8B --tp 2 --pp 2 --dry-run
   ms-convert ms2hf ./slices -o ./back
+  ms-convert verify ./Llama-3.1-8B ./slices --forward --report report.html
   ms-convert inspect ./slices
 """
+LAZY_COMMANDS = {"verify": "model.verify_command:verify"}
 
 
-@click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+class LazyGroup(click.Group):
+    """A group that also has commands of rooms above this one, by import string; they are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *LAZY_COMMANDS])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in LAZY_COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = LAZY_COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+
+@click.group(cls=LazyGroup, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="ms-convert")
 def cli() -> None:
     """Move checkpoints between Hugging Face and MindSpore, sliced for tensor- and pipeline-parallel ranks, bit for bit."""
