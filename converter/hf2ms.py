@@ -33,7 +33,8 @@ from converter.manifest import (
     write_whole,
 )
 from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
-from converter.output_folder import RANK_TREE, FileRecord, OutputFolder, Run, finish_interrupted, missing_space
+from converter.output_folder import RANK_TREE, FileRecord, OutputFolder, Run, missing_space, remove_records
+from converter.partial_files import SUFFIX
 from converter.plan import Plan
 from converter.plan_hf2ms import RankTreePlan, plan_rank_tree
 from converter.resume import unfinished_files
@@ -167,7 +168,7 @@ def _finished_before(conversion: Conversion, output: Path) -> bool:
         return False
     if manifest.run != conversion.run.identity:
         return False
-    finish_interrupted(output, RANK_TREE, conversion.run)
+    remove_records(output)
     gone = [file.path for file in manifest.files if not (output / file.path).is_file() or (output / file.path).stat().st_size != file.size]
     if gone:
         raise refuse(f"the finished conversion has lost {gone[0]}", str(output), "run again with --overwrite")
@@ -177,18 +178,21 @@ def _finished_before(conversion: Conversion, output: Path) -> bool:
 def _link(conversion: Conversion, folder: OutputFolder) -> None:
     """Give every data-parallel rank its file: a hard link, or a copy where the file system has none."""
     for path, target in conversion.mine.links:
-        place = folder.path / path
-        if path in folder.records and place.samefile(folder.path / target):
-            continue
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_name(place.name + ".partial")
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(folder.path / target, temporary)
-        except OSError:
-            shutil.copyfile(folder.path / target, temporary)
-        os.replace(temporary, place)
+        place, original = folder.path / path, folder.path / target
+        if not (place.exists() and place.samefile(original)):
+            _link_file(original, place)
         folder.record(replace(folder.records[target], path=path))
+
+
+def _link_file(original: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = place.with_name(place.name + SUFFIX)
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(original, temporary)
+    except OSError:
+        shutil.copyfile(original, temporary)
+    os.replace(temporary, place)
 
 
 def _finish(conversion: Conversion, folder: OutputFolder, outcome: Outcome) -> None:

@@ -107,7 +107,7 @@ def read_hf_folder(folder: Path) -> HFFolder:
     weight_map = _read_index(folder, form, index) if index else {}
     names = sorted(set(weight_map.values())) if index else [form.single]
     _check_files(folder, form, names, index)
-    files = tuple(_read_weight_file(folder, form, name) for name in names)
+    files = _read_weight_files(folder, form, names)
     _check_headers(folder, files, weight_map, index)
     side_files, left = _side_files(folder, form, {*names, *([index] if index else [])})
     return HFFolder(folder, config, form, files, index, side_files, left)
@@ -194,6 +194,20 @@ def _check_files(folder: Path, form: WeightForm, names: list[str], index: str | 
     problems += [Problem(f"{name} is not named by {index or form.single}", str(folder), "remove it, or repair the index") for name in stray]
     if problems:
         raise Refused("the index and the files disagree", problems)
+
+
+def _read_weight_files(folder: Path, form: WeightForm, names: list[str]) -> tuple[WeightFile, ...]:
+    files, refusals = [], []
+    for name in names:
+        try:
+            files.append(_read_weight_file(folder, form, name))
+        except Refused as error:
+            refusals.append(error)
+    if len(refusals) == 1:
+        raise refusals[0]
+    if refusals:
+        raise Refused(f"{len(refusals)} weight files cannot be read", [problem for error in refusals for problem in error.problems][:40])
+    return tuple(files)
 
 
 def _read_weight_file(folder: Path, form: WeightForm, name: str) -> WeightFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from converter.ckpt_format import read_ckpt
 from converter.hf_folder import read_hf_folder
 from converter.manifest import MANIFEST
-from converter.output_folder import PROGRESS_FOLDER
+from converter.output_folder import PROGRESS_FOLDER, RUN_RECORD, finished_files, recorded_run
 from converter.rank_tree import read_rank_tree
 from converter.recognise import KINDS, recognise
 from converter.safetensors_format import read_header
@@ -30,7 +29,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
         return _inspect_file(path)
     if (path / MANIFEST).is_file():
         return _inspect_rank_tree(path)
-    if (path / PROGRESS_FOLDER / "run.json").is_file():
+    if (path / PROGRESS_FOLDER / RUN_RECORD).is_file():
         return _inspect_unfinished(path)
     if (path / "config.json").is_file():
         return _inspect_hf_folder(path)
@@ -75,17 +74,14 @@ def _inspect_rank_tree(path: Path) -> dict[str, Any]:
 
 
 def _inspect_unfinished(path: Path) -> dict[str, Any]:
-    try:
-        run = json.loads((path / PROGRESS_FOLDER / "run.json").read_text(encoding="utf-8"))
-        options = {str(name): str(value) for name, value in run["options"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise refuse("an unfinished run whose record is damaged", str(path), "start again with --overwrite") from error
-    done = sorted(record.name.removeprefix("file-").removesuffix(".json") for record in (path / PROGRESS_FOLDER).glob("file-*.json"))
+    run = recorded_run(path)
+    if run is None:
+        raise refuse("an unfinished run whose record is damaged", str(path), "start again with --overwrite")
     return {
         "path": str(path),
         "kind": "unfinished run of ms-convert: the same command continues it",
-        "options": options,
-        "finished_files": done,
+        "options": run.options,
+        "finished_files": sorted(finished_files(path)),
     }
 
 

@@ -5,24 +5,33 @@ from __future__ import annotations
 import json
 import os
 import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from converter.dtypes import ITEM_SIZE
+from converter.hf_folder import check_inside
 from converter.layout import MAX_RANKS, ParallelLayout
+from converter.partial_files import SUFFIX, sync_folder
 from converter.records import RecordError, decode, encode
+from converter.untrusted import MAX_AXES, name_problem, quoted
+from mappings.config_values import shown
 from mappings.errors import Problem, Refused, refuse
 from model.config import ModelConfig
 
 MANIFEST = "manifest.json"
 SIDE_FOLDER = "huggingface"
 LAYOUT_VERSION = 1
-MAX_MANIFEST_BYTES = 4 << 30
+MAX_MANIFEST_BYTES = 512 << 20
 MAX_ELEMENTS = 1 << 50
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 100_000
-_RANK_FILE = re.compile(r"rank_\d{1,7}/checkpoint_\d{1,7}\.(safetensors|ckpt)")
+MAX_PROBLEMS = 40
+_RANK_FILE = re.compile(r"rank_[0-9]{1,7}/checkpoint_[0-9]{1,7}\.(safetensors|ckpt)")
 
 
 @dataclass(frozen=True)
@@ -122,27 +131,25 @@ class LayoutRecord:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json`: temporary file, fsync, rename, fsync of the folder."""
-    write_atomically(folder / MANIFEST, json.dumps(encode(manifest), separators=(",", ":"), ensure_ascii=False))
+    write_atomically(folder / MANIFEST, json.dumps(encode(manifest), separators=(",", ":")))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content so that a reader sees the old or the new one, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def write_atomically(path: Path, text: str, durable: bool = True) -> None:
+    """Replace a file's content: a reader sees the old or the new one, with `durable` also after a power cut. One writer at a time."""
+    write_whole(path, text.encode("utf-8"), durable)
+    if durable:
+        sync_folder(path.parent)
+
+
+def write_whole(path: Path, content: bytes, durable: bool = False) -> None:
+    """Write a file that has its name only when all of it is there."""
+    temporary = path.with_name(f".{path.name}{SUFFIX}")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -156,16 +163,17 @@ def read_manifest(folder: Path) -> Manifest:
             str(folder),
             "if hf2ms was stopped, run the same command again; it continues",
         )
+    check_inside(path, folder)
     if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise refuse("larger than 4 GiB", str(path), "this is no manifest of ms-convert")
+        raise refuse(f"larger than {MAX_MANIFEST_BYTES >> 20} MiB", str(path), "this is no manifest of ms-convert")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise refuse(f"not valid JSON: {str(error)[:200]}", str(path), "restore it, or convert again") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise refuse(f"not readable as JSON: {str(error)[:200]}", str(path), "restore it, or convert again") from error
     version = data.get("layout_version") if isinstance(data, dict) else None
     if version != LAYOUT_VERSION:
         raise refuse(
-            f"layout version {str(version)[:40]}, this tool reads {LAYOUT_VERSION}",
+            f"layout version {shown(version)}, this tool reads {LAYOUT_VERSION}",
             str(path),
             "use the version of ms-convert that wrote it",
         )
@@ -173,56 +181,79 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = decode(Manifest, data, "manifest")
     except (RecordError, RecursionError) as error:
         raise refuse(str(error)[:300], str(path), "restore it, or convert again") from error
-    problems = [Problem(what, str(path), "restore it, or convert again") for what in _mistakes(manifest)]
+    problems = [Problem(what, str(path), "restore it, or convert again") for what in islice(_mistakes(manifest), MAX_PROBLEMS)]
     if problems:
-        raise Refused("the manifest contradicts itself", problems[:40])
+        raise Refused("the manifest contradicts itself", problems)
     return manifest
 
 
-def _mistakes(manifest: Manifest) -> list[str]:
+def _mistakes(manifest: Manifest) -> Iterator[str]:
     """What makes a well-formed manifest unusable or unsafe."""
     layout, model = manifest.layout, manifest.model
-    found = []
-    sizes = {name: size for name, size in model.axis_sizes().items() if size < 0}
-    if sizes or not (0 < model.layers <= MAX_LAYERS and model.heads > 0 and model.kv_heads > 0 and model.experts <= MAX_EXPERTS):
-        return ["the model's sizes are out of range"]
     if not (layout.tp > 0 and layout.pp > 0 and layout.dp > 0 and layout.tp * layout.pp * layout.dp <= MAX_RANKS):
-        return [f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp} is no layout"]
-    if len(layout.layers_per_stage) != layout.pp or sum(layout.layers_per_stage) != manifest.model.layers:
-        found.append("layers_per_stage does not split the model's layers")
-    if layout.padded_vocab < layout.vocab or layout.padded_vocab % layout.tp or layout.vocab != manifest.model.vocab:
-        found.append("the vocabulary sizes do not fit")
-    if sorted(file.rank for file in manifest.files) != list(range(layout.tp * layout.pp * layout.dp)):
-        found.append("the files are not one for each rank")
+        yield f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp} is no layout"
+    elif not (0 < model.layers <= MAX_LAYERS and model.heads > 0 and model.kv_heads > 0 and 0 <= model.experts <= MAX_EXPERTS):
+        yield "the model's sizes are out of range"
+    elif len(layout.layers_per_stage) != layout.pp or min(layout.layers_per_stage) < 1 or sum(layout.layers_per_stage) != model.layers:
+        yield "layers_per_stage does not split the model's layers"
+    elif [file.rank for file in manifest.files] != list(range(layout.layout().ranks)):
+        yield "the files are not one for each rank, in order"
     else:
-        found += [
-            f"{file.path[:80]!r}: wrong coordinates for rank {file.rank}" for file in manifest.files if not _placed(file, layout.layout())
-        ]
-    found += [f"{file.path[:80]!r} is no rank file's path" for file in manifest.files if not _RANK_FILE.fullmatch(file.path)]
-    groups = [file.tensors for file in manifest.files] + [file.tensors for file in manifest.source.files]
-    for tensors in groups:
-        for tensor in tensors:
-            if tensor.dtype not in ITEM_SIZE or len(tensor.shape) > 16 or _elements(tensor.shape) > MAX_ELEMENTS:
-                found.append(f"tensor {tensor.name[:80]!r}: no such tensor ({tensor.dtype[:20]} {str(tensor.shape)[:60]})")
-    found += [
-        f"{side.name[:80]!r} is no relative path below {SIDE_FOLDER}/"
-        for side in manifest.source.side_files
-        if not is_plain_relative(side.name)
-    ]
-    found += [
-        f"{file.name[:80]!r} is no plain file name"
-        for file in manifest.source.files
-        if not is_plain_relative(file.name) or "/" in file.name
-    ]
-    index = manifest.source.index
-    if index is not None and (not is_plain_relative(index) or "/" in index):
-        found.append(f"{index[:80]!r} is no plain file name")
-    return found
+        yield from _mistakes_of_ranks(manifest)
+    if layout.padded_vocab < layout.vocab or layout.padded_vocab % max(layout.tp, 1) or layout.vocab != model.vocab:
+        yield "the vocabulary sizes do not fit"
+    if layout.padded_vocab != model.padded_vocab:
+        yield "model and layout have different padded vocabularies"
+    yield from _mistakes_of_source(manifest.source)
 
 
-def _placed(file: RankFileRecord, layout: ParallelLayout) -> bool:
-    place = layout.coordinates(file.rank)
-    return (file.stage, file.data, file.tensor) == (place.stage, place.data, place.tensor)
+def _mistakes_of_ranks(manifest: Manifest) -> Iterator[str]:
+    layout = manifest.layout.layout()
+    layers = [
+        tuple(range(end - count, end)) for end, count in zip(accumulate(layout.layers_per_stage), layout.layers_per_stage, strict=True)
+    ]
+    for path in _repeated(file.path for file in manifest.files):
+        yield f"{quoted(path)} is named for two ranks"
+    for file in manifest.files:
+        place = layout.coordinates(file.rank)
+        if (file.stage, file.data, file.tensor, file.layers) != (place.stage, place.data, place.tensor, layers[place.stage]):
+            yield f"{quoted(file.path)}: wrong coordinates for rank {file.rank}"
+        if not _RANK_FILE.fullmatch(file.path) or not file.path.endswith(manifest.format):
+            yield f"{quoted(file.path)} is no rank file's path"
+        for name in _repeated(tensor.name for tensor in file.tensors):
+            yield f"{quoted(file.path)} lists {quoted(name)} twice"
+        yield from _mistakes_of_tensors(file.tensors)
+
+
+def _mistakes_of_source(source: SourceRecord) -> Iterator[str]:
+    tensors = [tensor for file in source.files for tensor in file.tensors]
+    names = [file.name for file in source.files] + [side.name for side in source.side_files]
+    yield from _mistakes_of_tensors(tensors)
+    for name in _repeated(tensor.name for tensor in tensors):
+        yield f"the source has two tensors {quoted(name)}"
+    for name in _repeated(names):
+        yield f"the source has two files {quoted(name)}"
+    for side in source.side_files:
+        if not is_plain_relative(side.name):
+            yield f"{quoted(side.name)} is no relative path below {SIDE_FOLDER}/"
+    for file in source.files:
+        if not is_plain_relative(file.name) or "/" in file.name:
+            yield f"{quoted(file.name)} is no plain file name"
+    for needed in ("config.json", *([source.index] if source.index is not None else [])):
+        if needed not in {side.name for side in source.side_files}:
+            yield f"{quoted(needed)} is not among the side files"
+
+
+def _mistakes_of_tensors(tensors: Iterable[TensorRecord]) -> Iterator[str]:
+    for tensor in tensors:
+        if name_problem(tensor.name) is not None:
+            yield f"{quoted(tensor.name)} is no tensor's name"
+        if tensor.dtype not in ITEM_SIZE or len(tensor.shape) > MAX_AXES or _elements(tensor.shape) > MAX_ELEMENTS:
+            yield f"tensor {quoted(tensor.name)}: no such tensor ({quoted(tensor.dtype)} {str(tensor.shape[:MAX_AXES])[:60]})"
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -237,4 +268,5 @@ def _elements(shape: tuple[int, ...]) -> int:
 def is_plain_relative(name: str) -> bool:
     """Whether a name that a file gives is a relative path that stays below its folder, without a trick."""
     parts = name.split("/")
-    return 0 < len(name) < 1024 and not set(name) & {"\\", "\0"} and all(part not in ("", ".", "..") and len(part) < 256 for part in parts)
+    good = all(part not in ("", ".", "..") and len(part) < 256 for part in parts)
+    return good and len(name) < 1024 and "\\" not in name and not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from converter.gather import BLOCK_BYTES, SPAN_BYTES
+from converter.gather import BUFFER_BYTES, WIDENING
 from converter.plan import Plan
 
 BASE_BYTES = 60_000_000  # the interpreter with numpy, measured
@@ -12,4 +12,4 @@ COPY_BYTES = 350  # a planned copy with its share of headers and names, measured
 def peak_memory(plan: Plan, workers: int) -> int:
     """Estimated peak resident bytes of a run: nothing in it grows with the size of a tensor."""
     copies = sum(len(tensor.copies) for file in plan.files for tensor in file.tensors)
-    return BASE_BYTES + copies * COPY_BYTES + workers * (BLOCK_BYTES + SPAN_BYTES)
+    return BASE_BYTES + copies * COPY_BYTES + workers * 2 * WIDENING * BUFFER_BYTES

@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,15 +22,17 @@ from converter.records import RecordError, decode, encode
 from mappings.errors import Problem, Refused, refuse
 
 PROGRESS_FOLDER = ".ms-convert"
+RUN_RECORD = "run.json"
 MAX_RECORD_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of output: the file that is written last, and the names that a run may replace."""
+    """A kind of output: the file that is written last, the names that a run may replace, and what a message calls the work."""
 
     marker: str
     own: re.Pattern[str]
+    work: str = "conversion"
 
 
 RANK_TREE = FolderKind(MANIFEST, re.compile(r"rank_\d+|strategy|huggingface|\.?manifest\.json(\.partial)?|\.ms-convert"))
@@ -98,12 +100,12 @@ class OutputFolder:
         Not durable: after a power cut a record may be gone or say too much, and files are checked before they are taken over.
         """
         self.records[record.path] = record
-        write_atomically(self._record_path(record.path), json.dumps(encode(record)), durable=False)
+        write_atomically(record_path(self.path, record.path), json.dumps(encode(record)), durable=False)
 
     def forget(self, path: str) -> None:
         """A finished file that is not as it was recorded: write it again."""
         self.records.pop(path, None)
-        self._record_path(path).unlink(missing_ok=True)
+        record_path(self.path, path).unlink(missing_ok=True)
         (self.path / path).unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -113,12 +115,12 @@ class OutputFolder:
             if (self.path / self.kind.marker).exists():
                 yield None
             else:
-                self.records = dict(self._read_records())
+                self.records = finished_files(self.path)
                 yield self.records
 
     def finish(self) -> None:
         """Remove the traces of progress, after the marker was written."""
-        shutil.rmtree(self.progress, ignore_errors=True)
+        remove_records(self.path)
 
     def _begin(self) -> None:
         """Find out what is there, with the gate shut. Raises Refused when another run is in the way."""
@@ -129,25 +131,27 @@ class OutputFolder:
             self._lock.alone()
             finished = (self.path / self.kind.marker).exists()
             self._remove_own()
-            self.notes.append("replaced what an earlier conversion had left" if finished else "writing beside files that were there before")
+            self.notes.append(
+                f"replaced what an earlier {self.kind.work} had left" if finished else "writing beside files that were there before"
+            )
         elif before is not None and before.identity != self.run.identity:
             self._lock.alone()
             self._begin_again(before)
         elif before is not None:
-            self.records = dict(self._read_records())
+            self.records = finished_files(self.path)
             self.notes.append(
                 f"continuing an unfinished run: {len(self.records)} finished file{'s' if len(self.records) != 1 else ''} found"
             )
         if before is None or before.identity != self.run.identity:
             self._began = True
-            write_atomically(self.progress / "run.json", json.dumps(encode(self.run)))
+            write_atomically(self.progress / RUN_RECORD, json.dumps(encode(self.run)))
 
     def _leave_no_trace(self) -> None:
         """Undo the beginning of a run that wrote nothing; best effort, after an error that is more important."""
         if not self._lock.is_open or any(self.progress.glob("file-*.json")):
             return
         with contextlib.suppress(OSError, Refused), self._lock.gate():
-            if self._began or not (self.progress / "run.json").exists():
+            if self._began or not (self.progress / RUN_RECORD).exists():
                 self._lock.alone()
                 for folder in self.path.glob("rank_*"):
                     folder.rmdir()
@@ -158,21 +162,6 @@ class OutputFolder:
     def _unfinished_run(self) -> Run | None:
         return None if (self.path / self.kind.marker).exists() else recorded_run(self.path)
 
-    def _read_records(self) -> Iterable[tuple[str, FileRecord]]:
-        for path in sorted(self.progress.glob("file-*.json")):
-            if path.stat().st_size > MAX_RECORD_BYTES:
-                continue
-            try:
-                record = decode(FileRecord, json.loads(path.read_text(encoding="utf-8")), path.name)
-            except (ValueError, RecursionError, RecordError):
-                continue
-            target = self.path / record.path
-            if path == self._record_path(record.path) and target.is_file() and target.stat().st_size == record.size:
-                yield record.path, record
-
-    def _record_path(self, path: str) -> Path:
-        return self.progress / f"file-{path.replace('/', '-')}.json"
-
     def _holds_something(self) -> bool:
         """Whether there is anything but the progress folder of a run that has not said yet what it does."""
         return any(entry.name != PROGRESS_FOLDER for entry in self.path.iterdir())
@@ -181,7 +170,7 @@ class OutputFolder:
         if self._created or self.overwrite or self._unfinished_run() is not None or not self._holds_something():
             return
         finished = (self.path / self.kind.marker).exists()
-        what = "holds a finished conversion" if finished else "is not empty, and not an unfinished run of ms-convert"
+        what = f"holds a finished {self.kind.work}" if finished else "is not empty, and not an unfinished run of ms-convert"
         raise refuse(f"the output folder {what}", str(self.path), "give another -o, or --overwrite to replace it")
 
     def _begin_again(self, before: Run) -> None:
@@ -209,13 +198,45 @@ class OutputFolder:
 
 def recorded_run(folder: Path) -> Run | None:
     """The run whose records a folder holds; None when it holds none that can be read."""
-    path = folder / PROGRESS_FOLDER / "run.json"
+    path = folder / PROGRESS_FOLDER / RUN_RECORD
     if not path.is_file() or path.stat().st_size > MAX_RECORD_BYTES:
         return None
     try:
-        return decode(Run, json.loads(path.read_text(encoding="utf-8")), "run.json")
+        return decode(Run, json.loads(path.read_text(encoding="utf-8")), RUN_RECORD)
     except (ValueError, RecursionError, RecordError):
         return None
+
+
+def record_path(folder: Path, path: str) -> Path:
+    """Where the record of a finished file is kept."""
+    return folder / PROGRESS_FOLDER / f"file-{path.replace('/', '-')}.json"
+
+
+def finished_files(folder: Path) -> dict[str, FileRecord]:
+    """The records of an unfinished run by path; those that cannot be read, or whose file is gone or of another size, are left out."""
+    found = {}
+    for path in sorted((folder / PROGRESS_FOLDER).glob("file-*.json")):
+        if path.stat().st_size > MAX_RECORD_BYTES:
+            continue
+        try:
+            record = decode(FileRecord, json.loads(path.read_text(encoding="utf-8")), path.name)
+        except (ValueError, RecursionError, RecordError):
+            continue
+        target = folder / record.path
+        if path == record_path(folder, record.path) and target.is_file() and target.stat().st_size == record.size:
+            found[record.path] = record
+    return found
+
+
+def remove_records(folder: Path) -> None:
+    """Remove the records of a finished run; the one that says which run it was goes last, so that this can be continued too."""
+    progress = folder / PROGRESS_FOLDER
+    if progress.is_dir():
+        for path in progress.iterdir():
+            if path.name != RUN_RECORD:
+                path.unlink()
+        (progress / RUN_RECORD).unlink(missing_ok=True)
+        progress.rmdir()
 
 
 def finish_interrupted(folder: Path, kind: FolderKind, run: Run) -> bool:
@@ -223,7 +244,7 @@ def finish_interrupted(folder: Path, kind: FolderKind, run: Run) -> bool:
     before = recorded_run(folder) if (folder / kind.marker).is_file() else None
     if before is None or before.identity != run.identity:
         return False
-    shutil.rmtree(folder / PROGRESS_FOLDER, ignore_errors=True)
+    remove_records(folder)
     return True
 
 

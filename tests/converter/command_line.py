@@ -92,8 +92,8 @@ def files_of(folder: Path) -> list[str]:
 
 def assert_same_folder(folder: Path, other: Path, *, ignore: frozenset[str] = frozenset()) -> None:
     """The same files, byte for byte."""
-    names = [name for name in files_of(folder) if name not in ignore]
-    assert names == [name for name in files_of(other) if name not in ignore]
+    names, others = (set(files_of(place)) - ignore for place in (folder, other))
+    assert sorted(names ^ others) == []
     _, different, unreadable = filecmp.cmpfiles(folder, other, names, shallow=False)
     assert not different and not unreadable
 
