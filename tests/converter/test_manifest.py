@@ -91,7 +91,7 @@ def test_it_states_what_a_person_would_check_by_hand(tree: Path) -> None:
     ("change", "words"),
     [
         (lambda data: data.update(layout_version=2), "layout version 2, this tool reads 1"),
-        (lambda data: data.pop("layout_version"), "layout version None"),
+        (lambda data: data.pop("layout_version"), "layout version null"),
         (lambda data: data.update(format="npz"), "manifest.format is 'npz'"),
         (lambda data: data["layout"].update(tp=0), "tp 0, pp 2, dp 1 is no layout"),
         (lambda data: data["layout"].update(tp=2**30, pp=2**30), "is no layout"),
