@@ -8,6 +8,7 @@ from model.config import ModelConfig
 from model.linear import ColumnParallelLinear, RowParallelLinear
 from model.norms import RMSNorm
 from model.ops import attention
+from model.parallel import SINGLE, TensorParallel
 from model.precision import Precision
 from model.rotary import ApplyRotary
 
@@ -21,17 +22,18 @@ def score_scale(config: ModelConfig, layer: int) -> float:
 class GroupedQueryAttention(nn.Cell):
     """Attention of layer `layer`. Tensor parallelism divides the heads: q, k and v by columns, o by rows.
 
-    `head_dim * heads` need not be `hidden`. With `qk_norm` queries and keys are normalised per head before they are rotated.
+    `config` is the rank's (`local_config`). `head_dim * heads` need not be `hidden`. With `qk_norm` queries and keys are normalised per head before they are rotated.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision, parallel: TensorParallel = SINGLE) -> None:
         super().__init__()
         query_size, key_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.head_dim = config.head_dim
+        self.copy = parallel.copy()
         self.q_proj = ColumnParallelLinear(config.hidden, query_size, config.qkv_bias, precision)
         self.k_proj = ColumnParallelLinear(config.hidden, key_size, config.qkv_bias, precision)
         self.v_proj = ColumnParallelLinear(config.hidden, key_size, config.qkv_bias, precision)
-        self.o_proj = RowParallelLinear(query_size, config.hidden, config.output_bias, precision)
+        self.o_proj = RowParallelLinear(query_size, config.hidden, config.output_bias, precision, parallel)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset, precision) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset, precision) if config.qk_norm else None
         self.rotate = ApplyRotary(config.rope, config.head_dim) if config.rope is not None else None
@@ -55,6 +57,7 @@ class GroupedQueryAttention(nn.Cell):
         """x [batch, seq, hidden], cos and sin [1, 1, seq, rotary_dim], padding [batch, seq] bool, True where a key is to be ignored
         -> [batch, seq, hidden].
         """
+        x = self.copy(x)
         query, key, value = self.split_heads(self.q_proj(x)), self.split_heads(self.k_proj(x)), self.split_heads(self.v_proj(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)

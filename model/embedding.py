@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from model.config import ModelConfig
 from model.norms import hidden_norm
 from model.ops import RowLookup
+from model.parallel import SINGLE, TensorParallel
 from model.precision import Precision, unset_parameter
 
 
@@ -24,7 +26,27 @@ class Embedding(nn.Cell):
 
 
 class VocabParallelEmbedding(Embedding):
-    """A token embedding whose rows may be divided over tensor-parallel ranks: each looks up its own ids, and the results are summed."""
+    """A token embedding whose rows may be divided over tensor-parallel ranks: each looks up its own ids, and the results are summed.
+
+    `rows` are the rank's; it holds those from `rank * rows` on.
+    """
+
+    def __init__(self, rows: int, hidden: int, precision: Precision, parallel: TensorParallel = SINGLE) -> None:
+        super().__init__(rows, hidden, precision)
+        self.divided = parallel.size > 1
+        self.first_row = parallel.rank * rows
+        self.rows = rows
+        self.reduce = parallel.reduce()
+        self.cast = ops.Cast()
+
+    def construct(self, ids: Tensor) -> Tensor:
+        """ids [batch, seq] integers in [0, rows of all ranks) -> [batch, seq, hidden]."""
+        if not self.divided:
+            return self.lookup(self.embedding_table, ids)
+        own = ids - self.first_row
+        here = ops.logical_and(own >= 0, own < self.rows)
+        found = self.lookup(self.embedding_table, own * self.cast(here, ms.int32))
+        return self.reduce(found * ops.expand_dims(self.cast(here, found.dtype), -1))
 
 
 class PositionEmbedding(nn.Cell):
@@ -47,9 +69,9 @@ class PositionEmbedding(nn.Cell):
 class TransformerEmbedding(nn.Cell):
     """What the first layer sees: tokens, plus segments and learned positions where the config has them; normalised in a post-norm model."""
 
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision, parallel: TensorParallel = SINGLE) -> None:
         super().__init__()
-        self.tokens = VocabParallelEmbedding(config.padded_vocab, config.hidden, precision)
+        self.tokens = VocabParallelEmbedding(config.padded_vocab, config.hidden, precision, parallel)
         self.token_types = Embedding(config.token_types, config.hidden, precision) if config.token_types else None
         self.positions = PositionEmbedding(config.max_positions, config.hidden, precision) if config.positions == "learned" else None
         self.norm = hidden_norm(config, precision) if config.norm_position == "post" else None
@@ -73,8 +95,9 @@ class VocabParallelHead(nn.Cell):
     A tied head has no weight of its own and uses the embedding's table.
     """
 
-    def __init__(self, config: ModelConfig, has_bias: bool, precision: Precision) -> None:
+    def __init__(self, config: ModelConfig, has_bias: bool, precision: Precision, parallel: TensorParallel = SINGLE) -> None:
         super().__init__()
+        self.copy = parallel.copy()
         shape = (config.padded_vocab, config.hidden)
         self.weight = None if config.tied else unset_parameter(shape, precision, "weight")
         self.bias = unset_parameter(shape[:1], precision, "bias") if has_bias else None
@@ -84,7 +107,8 @@ class VocabParallelHead(nn.Cell):
         self.cast = ops.Cast()
 
     def construct(self, x: Tensor, embedding_table: Tensor) -> Tensor:
-        """x [batch, seq, hidden], embedding_table [padded_vocab, hidden] -> logits [batch, seq, padded_vocab]."""
+        """x [batch, seq, hidden], embedding_table [padded_vocab, hidden] -> logits [batch, seq, padded_vocab], of the rank's rows."""
+        x = self.copy(x)
         table = embedding_table if self.weight is None else self.weight
         logits = self.matmul(self.reshape(x, (-1, x.shape[-1])), self.cast(table, x.dtype))
         if self.bias is not None:

@@ -1,13 +1,14 @@
 """Linear layers. Weights are [out, in], as in Hugging Face.
 
 Under tensor parallelism a column-parallel layer holds some of the outputs (weight and bias cut along axis 0) and a row-parallel layer
-some of the inputs (weight cut along axis 1; the bias is whole and is added once, after the reduction).
+some of the inputs (weight cut along axis 1; the bias is whole and is added once, after the reduction). Sizes are those of the rank.
 """
 
 from __future__ import annotations
 
 from mindspore import Tensor, nn, ops
 
+from model.parallel import SINGLE, TensorParallel
 from model.precision import Precision, unset_parameter
 
 
@@ -39,8 +40,21 @@ class Linear(nn.Cell):
 
 
 class ColumnParallelLinear(Linear):
-    """A linear layer whose outputs may be divided over tensor-parallel ranks: every input goes to every rank."""
+    """A linear layer whose outputs may be divided over tensor-parallel ranks: every input goes to every rank.
+
+    Layers that share an input share the operator that sums its gradients (`TensorParallel.copy`), so it stands before them, not in here.
+    """
 
 
 class RowParallelLinear(Linear):
     """A linear layer whose inputs may be divided over tensor-parallel ranks: the ranks' products are summed before the bias is added."""
+
+    def __init__(
+        self, in_features: int, out_features: int, has_bias: bool, precision: Precision, parallel: TensorParallel = SINGLE
+    ) -> None:
+        super().__init__(in_features, out_features, has_bias, precision)
+        self.reduce = parallel.reduce()
+
+    def construct(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return self.finish(self.reduce(self.project(x)), x)

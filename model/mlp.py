@@ -1,4 +1,4 @@
-"""The feed-forward block. Tensor parallelism divides ffn: gate and up by columns, down by rows."""
+"""The feed-forward block. Tensor parallelism divides ffn: gate and up by columns, down by rows. Configs are the rank's (`local_config`)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from mindspore import Tensor, nn, ops
 from model.config import ModelConfig
 from model.linear import ColumnParallelLinear, RowParallelLinear
 from model.ops import activation, swiglu
+from model.parallel import SINGLE, TensorParallel
 from model.precision import Precision
 
 
 class MLP(nn.Cell):
     """down(activation(up(x)))."""
 
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision, parallel: TensorParallel = SINGLE) -> None:
         super().__init__()
+        self.copy = parallel.copy()
         self.up_proj = ColumnParallelLinear(config.hidden, config.ffn, config.mlp_bias, precision)
-        self.down_proj = RowParallelLinear(config.ffn, config.hidden, config.mlp_bias, precision)
+        self.down_proj = RowParallelLinear(config.ffn, config.hidden, config.mlp_bias, precision, parallel)
         self.activation = activation(config.activation)
 
     def construct(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden] -> [batch, seq, hidden]."""
-        return self.down_proj(self.activation(self.up_proj(x)))
+        return self.down_proj(self.activation(self.up_proj(self.copy(x))))
 
 
 class GatedProduct(nn.Cell):
@@ -40,17 +42,19 @@ class GatedProduct(nn.Cell):
 class GatedMLP(nn.Cell):
     """down(activation(gate(x)) * up(x)): SwiGLU with silu, GeGLU with gelu."""
 
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision, parallel: TensorParallel = SINGLE) -> None:
         super().__init__()
+        self.copy = parallel.copy()
         self.gate_proj = ColumnParallelLinear(config.hidden, config.ffn, config.mlp_bias, precision)
         self.up_proj = ColumnParallelLinear(config.hidden, config.ffn, config.mlp_bias, precision)
-        self.down_proj = RowParallelLinear(config.ffn, config.hidden, config.mlp_bias, precision)
+        self.down_proj = RowParallelLinear(config.ffn, config.hidden, config.mlp_bias, precision, parallel)
         self.product = swiglu() if config.activation == "silu" else GatedProduct(config)
 
     def construct(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden] -> [batch, seq, hidden]."""
+        x = self.copy(x)
         return self.down_proj(self.product(self.gate_proj(x), self.up_proj(x)))
 
 
-def mlp(config: ModelConfig, precision: Precision) -> nn.Cell:
-    return GatedMLP(config, precision) if config.gated_mlp else MLP(config, precision)
+def mlp(config: ModelConfig, precision: Precision, parallel: TensorParallel = SINGLE) -> nn.Cell:
+    return GatedMLP(config, precision, parallel) if config.gated_mlp else MLP(config, precision, parallel)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mindspore import Tensor, nn
 
 from model.attention import GroupedQueryAttention
 from model.config import ModelConfig
 from model.mlp import mlp
 from model.norms import hidden_norm
+from model.parallel import SINGLE, TensorParallel
 from model.precision import Precision
 
 
 class TransformerLayer(nn.Cell):
     """Attention and MLP, each with a residual connection and a norm: of its input (pre-norm) or of the sum (post-norm)."""
 
-    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision, parallel: TensorParallel = SINGLE) -> None:
         super().__init__()
         self.pre_norm = config.norm_position == "pre"
         self.attention_norm = hidden_norm(config, precision)
-        self.attention = GroupedQueryAttention(config, layer, precision)
+        self.attention = GroupedQueryAttention(config, layer, precision, parallel)
         self.mlp_norm = hidden_norm(config, precision)
-        self.mlp = mlp(config, precision)
+        self.mlp = mlp(config, precision, parallel)
         self.dropout = nn.Dropout(p=config.hidden_dropout)
 
     def construct(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
@@ -35,7 +38,13 @@ class TransformerLayer(nn.Cell):
 
 
 class TransformerLayers(nn.CellList):
-    """The layers of a model, in order."""
+    """Layers of a model, in order: all of them, or those of a pipeline stage. Their parameters carry their numbers in the whole model."""
 
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        super().__init__([TransformerLayer(config, layer, precision) for layer in range(config.layers)])
+    def __init__(
+        self, config: ModelConfig, precision: Precision, parallel: TensorParallel = SINGLE, numbers: Sequence[int] | None = None
+    ) -> None:
+        numbers = range(config.layers) if numbers is None else numbers
+        layers = [TransformerLayer(config, number, precision, parallel) for number in numbers]
+        for number, layer in zip(numbers, layers, strict=True):
+            layer.update_parameters_name(f"{number}.")
+        super().__init__(layers, auto_prefix=False)

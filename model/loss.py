@@ -1,0 +1,65 @@
+"""Cross entropy over a vocabulary that may be divided over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from model.config import ModelConfig
+from model.ops import LOWEST, exponential_type
+from model.parallel import SINGLE, TensorParallel
+
+IGNORED = -100
+"""The label of a position that predicts nothing, as in Transformers."""
+
+
+class VocabParallelCrossEntropy(nn.Cell):
+    """-log softmax(logits)[label], in float32, summed over the positions that have a label.
+
+    No rank sees all logits: the ranks exchange the maximum, the sum of exponentials and the label's logit of each position (Megatron-LM,
+    arXiv:1909.08053, section 3). Rows past the true vocabulary have no part in the softmax. The maximum goes through AllGather, since
+    MindSpore's CPU collectives have no AllReduce(max).
+    """
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE) -> None:
+        super().__init__()
+        rows = config.padded_vocab  # the rank's
+        self.first_row = parallel.rank * rows
+        self.rows = rows
+        self.divided = parallel.size > 1
+        is_padding = np.arange(self.first_row, self.first_row + rows) >= config.vocab
+        self.padding = Tensor(np.where(is_padding, np.float32(LOWEST), np.float32(0))) if is_padding.any() else None
+        self.gather_ranks = ops.AllGather(parallel.group) if self.divided else None
+        self.ranks = parallel.size
+        self.sum_ranks = parallel.reduce()
+        self.wide = exponential_type()
+        self.cast = ops.Cast()
+        self.exp = ops.Exp()
+        self.log = ops.Log()
+        self.max = ops.ReduceMax(keep_dims=True)
+        self.sum = ops.ReduceSum()
+        self.pick = ops.GatherD()
+
+    def largest(self, logits: Tensor) -> Tensor:
+        """The largest logit of each position over all ranks, [tokens, 1], as a constant: it cancels out of the loss."""
+        local = ops.stop_gradient(self.max(logits, -1))
+        if self.gather_ranks is None:
+            return local
+        every = ops.reshape(self.gather_ranks(local), (self.ranks, -1, 1))
+        return ops.stop_gradient(ops.ReduceMax()(every, 0))
+
+    def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """logits [batch, seq, the rank's rows], labels [batch, seq] int32, IGNORED or in [0, vocab) -> the sum, a float32 scalar."""
+        logits = self.cast(ops.reshape(logits, (-1, self.rows)), ms.float32)
+        labels = ops.reshape(labels, (-1,))
+        if self.padding is not None:
+            logits = logits + self.padding
+        shifted = logits - self.largest(logits)
+        own = labels - self.first_row
+        here = ops.logical_and(own >= 0, own < self.rows)
+        picked = ops.reshape(self.pick(shifted, 1, ops.expand_dims(own * self.cast(here, ms.int32), -1)), (-1,))
+        # One exchange for both: two independent ones could meet in another order on another rank
+        both = self.sum_ranks(ops.stack((self.sum(self.exp(shifted), -1), picked * self.cast(here, ms.float32))))
+        losses = self.cast(self.log(self.cast(both[0], self.wide)), ms.float32) - both[1]
+        return self.sum(losses * self.cast(labels != IGNORED, ms.float32))
