@@ -28,6 +28,9 @@ class Refused(Exception):
         self.problems = tuple(problems)
         super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))
 
+    def __reduce__(self) -> tuple[type[Refused], tuple[str, tuple[Problem, ...]]]:
+        return Refused, (self.title, self.problems)  # it crosses from a worker process whole
+
 
 def refuse(what: str, where: str = "", mend: str = "") -> Refused:
     """A refusal with one problem: `raise refuse("truncated file", path, "download it again")`."""
