@@ -76,7 +76,7 @@ class OptimizerSettings:
         "how the learning rate falls after warm-up, down to min_learning_rate", "cosine"
     )
     warmup_steps: int = setting("steps over which the learning rate grows from 0 to its peak", 0, low=0, high=1 << 40)
-    min_learning_rate: float = setting("where cosine and linear end, at the last step", 0.0, low=0.0, high=1e3)
+    min_learning_rate: float = setting("where cosine and linear end, after the last step", 0.0, low=0.0, high=1e3)
     scale_by_sqrt_dp: bool = setting("multiply every learning rate by the square root of dp", False)
 
 

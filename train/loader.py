@@ -41,10 +41,10 @@ class SampleOrder:
         Sorts random 64-bit words of the counter-based generator Philox 4x64-10 with the key (seed, number): the words are the same in every
         release of numpy and on every machine, which `Generator.permutation` does not promise.
         """
-        if not self.shuffle:
-            return np.arange(self.sequences)
-        words = np.random.Philox(key=np.array([self.seed, number], np.uint64)).random_raw(self.sequences)
-        order: Integers = np.argsort(words, kind="stable")
+        order: Integers = np.arange(self.sequences, dtype=np.int64)
+        if self.shuffle:
+            words = np.random.Philox(key=np.array([self.seed, number], np.uint64)).random_raw(self.sequences)
+            order = np.argsort(words, kind="stable")
         return order
 
 
@@ -65,7 +65,8 @@ class Share:
     def positions(self, first: int, stop: int) -> Integers:
         """The places of this rank among [first, stop)."""
         places = np.arange(first, stop, dtype=np.int64)
-        return places[(places - self.start) % self.global_batch // self.size == self.rank]
+        mine: Integers = places[(places - self.start) % self.global_batch // self.size == self.rank]
+        return mine
 
 
 class Batch(NamedTuple):

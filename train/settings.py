@@ -91,8 +91,8 @@ def bounds_text(field: dataclasses.Field[Any]) -> str:
     if math.isinf(low) and math.isinf(high):
         return ""
     if math.isinf(high):
-        return f"at least {low:.10g}"
-    return f"at most {high:.10g}" if math.isinf(low) else f"from {low:.10g} to {high:.10g}"
+        return f"at least {low:.15g}"
+    return f"at most {high:.15g}" if math.isinf(low) else f"from {low:.15g} to {high:.15g}"
 
 
 def describe(kind: Any) -> Iterator[Setting]:
@@ -119,7 +119,7 @@ def _kind_text(hint: Any) -> str:
     if origin is typing.Literal:
         return " | ".join(f'"{item}"' for item in arguments)
     if origin is tuple:
-        return f"list of {_kind_text(arguments[0])}"
+        return f"[{_kind_text(arguments[0])}, ...]"
     if arguments:
         return _kind_text(arguments[0])
     return {int: "whole number", float: "number", str: "text", bool: "true | false"}[hint]
