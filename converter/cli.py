@@ -145,7 +145,7 @@ def inspect(path: str, show_all: bool, as_json: bool) -> None:
     click.echo(json.dumps(facts, indent=2)) if as_json else show_inspection(facts, show_all)
 
 
-@cli.command(cls=Command)
+@cli.command(cls=Command, epilog="\b\nExamples:\n  ms-convert families")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
 def families(as_json: bool) -> None:
     """List the bundled families and the Hugging Face architectures that they serve."""

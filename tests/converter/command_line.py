@@ -93,9 +93,9 @@ def files_of(folder: Path) -> list[str]:
 def assert_same_folder(folder: Path, other: Path, *, ignore: frozenset[str] = frozenset()) -> None:
     """The same files, byte for byte."""
     names, others = (set(files_of(place)) - ignore for place in (folder, other))
-    assert sorted(names ^ others) == []
+    assert names == others, f"not in both: {sorted(names ^ others)}"
     _, different, unreadable = filecmp.cmpfiles(folder, other, names, shallow=False)
-    assert not different and not unreadable
+    assert not different and not unreadable, (different, unreadable)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -118,5 +118,6 @@ def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def assert_same_tensors(folder: Path, other: Path) -> None:
     """The same names with the same bits, in whatever files."""
     first, second = tensors_of(folder), tensors_of(other)
-    assert first.keys() == second.keys() and first
-    assert [name for name in first if not same_bits(first[name], second[name])] == []
+    assert first.keys() == second.keys() and first, f"not in both: {sorted(first.keys() ^ second.keys())}"
+    different = [name for name in first if not same_bits(first[name], second[name])]
+    assert not different, different
