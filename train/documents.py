@@ -217,8 +217,8 @@ def _parquet(path: Path) -> Any:
     try:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError as error:
-        raise refuse("pyarrow is needed to read it", str(path), "pip install pyarrow") from error
+    except ImportError as error:  # not there, or of a release that this numpy is too old for
+        raise refuse(f"pyarrow is needed to read it: {error}", str(path), "pip install 'ms-convert[data]'") from error
     try:
         return ParquetFile(path)
     except ArrowInvalid as error:
