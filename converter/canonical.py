@@ -5,7 +5,7 @@ Names, true shapes (no padding), and the stored dtype (bfloat16 as ml_dtypes'). 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,19 @@ def whole_layout(source: SourceModel) -> ParallelLayout:
 def parameters_of_source(source: SourceModel) -> Iterator[tuple[str, Array]]:
     """Every parameter of a Hugging Face folder, through the plan. Raises Refused for a file that cannot be read."""
     tree = plan_rank_tree(source, whole_layout(source), file_format="safetensors")
-    yield from _filled(tree.plan.files[0].tensors)
+    yield from filled(tree.plan.files[0].tensors)
 
 
 def parameters_of_tree(tree: RankTree) -> Iterator[tuple[str, Array]]:
     """Every parameter of a rank tree, its slices merged and its padding cut."""
-    yield from _filled(merged_parameters(tree))
+    yield from filled(merged_parameters(tree))
 
 
 def parameters_of_file(path: Path) -> Iterator[tuple[str, Array]]:
     """Every parameter of a single .ckpt or .safetensors file that holds whole parameters."""
     for stored in stored_parameters(path).values():
         whole = StridedCopy(stored, 0, contiguous_strides(stored.shape), 0, contiguous_strides(stored.shape), stored.shape)
-        yield from _filled([TargetTensor(stored.name, stored.dtype, stored.shape, (whole,), stored.name)])
+        yield from filled([TargetTensor(stored.name, stored.dtype, stored.shape, (whole,), stored.name)])
 
 
 def stored_parameters(path: Path) -> Mapping[str, StoredTensor]:
@@ -83,7 +83,8 @@ def _slice_copies(tree: RankTree, item: ParameterOfModel) -> Iterator[StridedCop
             yield StridedCopy(stored, 0, contiguous_strides(stored.shape), start, whole, count)
 
 
-def _filled(targets: Iterator[TargetTensor] | tuple[TargetTensor, ...] | list[TargetTensor]) -> Iterator[tuple[str, Array]]:
+def filled(targets: Iterable[TargetTensor]) -> Iterator[tuple[str, Array]]:
+    """Each target's name and content, in memory instead of in a file."""
     for target in targets:
         words = np.empty(target.shape, word_type(target.dtype))
         fill(target, words)

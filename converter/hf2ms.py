@@ -180,11 +180,12 @@ def _link(conversion: Conversion, folder: OutputFolder) -> None:
     for path, target in conversion.mine.links:
         place, original = folder.path / path, folder.path / target
         if not (place.exists() and place.samefile(original)):
-            _link_file(original, place)
+            link_file(original, place)
         folder.record(replace(folder.records[target], path=path))
 
 
-def _link_file(original: Path, place: Path) -> None:
+def link_file(original: Path, place: Path) -> None:
+    """Make `place` a hard link of `original`, or a copy where the file system has none."""
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = place.with_name(place.name + SUFFIX)
     temporary.unlink(missing_ok=True)
@@ -205,7 +206,7 @@ def _finish(conversion: Conversion, folder: OutputFolder, outcome: Outcome) -> N
         if missing:
             outcome.finished, outcome.missing_ranks = False, missing
             return
-        side_files = copy_side_files(_side_files(conversion.source.folder), folder.path / SIDE_FOLDER)
+        side_files = copy_side_files(side_files_of(conversion.source.folder), folder.path / SIDE_FOLDER)
         for path, content in strategy_files(conversion.source, conversion.layout).items():
             place = folder.path / path
             place.parent.mkdir(exist_ok=True)
@@ -214,7 +215,8 @@ def _finish(conversion: Conversion, folder: OutputFolder, outcome: Outcome) -> N
         folder.finish()
 
 
-def _side_files(folder: HFFolder) -> list[SideFile]:
+def side_files_of(folder: HFFolder) -> list[SideFile]:
+    """What travels beside the weights: the index, if there is one, and every file that holds no weights."""
     index = [SideFile(folder.index, folder.path / folder.index, (folder.path / folder.index).stat().st_size)] if folder.index else []
     return [*index, *folder.side_files]
 
@@ -224,11 +226,12 @@ def _manifest(conversion: Conversion, records: Mapping[str, FileRecord], side_fi
     return Manifest(
         LAYOUT_VERSION, __version__, conversion.run.identity, source.table.family, source.table.text, source.table.where,
         replace(source.config, padded_vocab=layout.padded_vocab), LayoutRecord.of(layout), conversion.options.file_format,  # type: ignore[arg-type]
-        conversion.options.dtype, _source_record(source, side_files), tuple(_rank_records(conversion, records)),  # type: ignore[arg-type]
+        conversion.options.dtype, source_record(source, side_files), tuple(_rank_records(conversion, records)),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-def _source_record(source: SourceModel, side_files: tuple[SideFileRecord, ...]) -> SourceRecord:
+def source_record(source: SourceModel, side_files: tuple[SideFileRecord, ...]) -> SourceRecord:
+    """The Hugging Face folder as a manifest keeps it."""
     original = {whole: name for name, whole in source.names.items()}
     files = tuple(
         WeightFileRecord(

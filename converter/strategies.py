@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from converter.layout import ParallelLayout, slice_of
-from converter.source_model import SourceModel
 from converter.strategy_format import ParameterLayout, write_strategy
+from mappings.expand import Expansion
+from model.config import ModelConfig
+
+
+class CutModel(Protocol):
+    """What it takes to say how a model is cut: its parameters, and whether its embeddings are tied."""
+
+    @property
+    def expansion(self) -> Expansion: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
 
 
 def strategy_path(rank: int) -> str:
@@ -12,13 +25,13 @@ def strategy_path(rank: int) -> str:
     return f"strategy/ckpt_strategy_rank_{rank}.ckpt"
 
 
-def strategy_files(source: SourceModel, layout: ParallelLayout) -> dict[str, bytes]:
+def strategy_files(source: CutModel, layout: ParallelLayout) -> dict[str, bytes]:
     """Path -> content, one file for each rank; ranks of a stage have equal ones."""
     by_stage = [write_strategy(stage_layouts(source, layout, stage), stage) for stage in range(layout.pp)]
     return {strategy_path(rank): by_stage[layout.coordinates(rank).stage] for rank in range(layout.ranks)}
 
 
-def stage_layouts(source: SourceModel, layout: ParallelLayout, stage: int) -> list[ParameterLayout]:
+def stage_layouts(source: CutModel, layout: ParallelLayout, stage: int) -> list[ParameterLayout]:
     """How each parameter of a stage is cut.
 
     The device matrix is [dp, tp]; replicated KV heads split tp into [KV heads, replicas]. A tensor map names, for each axis, the device
