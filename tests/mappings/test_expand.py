@@ -69,6 +69,14 @@ def test_a_base_model_lacks_the_prefix_and_gets_it_once(variant: str, prefix: st
     }  # fmt: skip
 
 
+def test_a_name_that_the_table_knows_as_it_stands_gets_no_prefix() -> None:
+    table = table_of(
+        rule("norm.w", "final_norm.gamma") + rule("model.norm.w", "embedding.norm.gamma") + rule("model.wte", "lm_head.weight")
+    )
+    assert table.prefix == "model."
+    assert restore_prefix(table, ["norm.w", "wte"]) == {"norm.w": "norm.w", "wte": "model.wte"}
+
+
 @pytest.mark.parametrize("spelling", ["weight", "gamma"])
 def test_bert_is_read_with_the_norms_of_tensorflow_and_with_those_of_torch(spelling: str, tiny_folder: TinyFolder) -> None:
     folder = read_hf_folder(tiny_folder("bert-mlm"))
