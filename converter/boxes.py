@@ -96,3 +96,8 @@ def run_of(dims: Sequence[Dim]) -> tuple[int, int]:
 def in_order(dims: Sequence[Dim]) -> bool:
     """Whether the target is written in the source's order."""
     return all(before.target >= after.target for before, after in pairwise(dims))
+
+
+def across(dims: Sequence[Dim]) -> bool:
+    """Whether neither side's adjacent elements are adjacent on the other side: a transpose."""
+    return dims[-1].target != 1 and any(dim.target == 1 and dim.size > 1 for dim in dims)

@@ -9,7 +9,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -17,7 +17,7 @@ import xxhash
 
 from converter.ckpt_format import ckpt_layout
 from converter.dtypes import item_size
-from converter.gather import BLOCK_BYTES, SPAN_BYTES, Gatherer
+from converter.gather import BUFFER_BYTES, Gatherer
 from converter.open_files import OpenFiles, SourceFiles
 from converter.partial_files import FileResult, PartialFile
 from converter.plan import Plan, TargetFile, TargetTensor
@@ -53,22 +53,19 @@ def execute(
     on_file_done: Callable[[FileResult], None] | None = None,
     allow_overflow: bool = False,
     durable: bool = False,
-    block_bytes: int = BLOCK_BYTES,
-    span_bytes: int = SPAN_BYTES,
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> list[FileResult]:
     """Write every file of the plan under `output`, with `workers` threads; the results in the plan's order.
 
     `on_progress` gets the bytes of tensor data written so far, `on_file_done` each file when it has its final name; neither is called
-    by two threads at a time. With `durable` a file's bytes are on the disk before it gets its name. Each worker needs `block_bytes` and
-    `span_bytes` of memory.
+    by two threads at a time. With `durable` a file's bytes are on the disk before it gets its name. Each worker has two buffers of
+    `buffer_bytes`, and larger ones when it transposes large matrices (`gather.WIDENING`).
 
     Raises Refused for a source that cannot be read, is too short or changes meanwhile, for a file that cannot be written, and, when all
     else is done, for casts that made finite values infinite (unless `allow_overflow`). After any exception, KeyboardInterrupt
     included, no thread is left, and the only files with a final name are complete.
     """
-    return _Run(plan, output, layouts, _Options(allow_overflow, durable, block_bytes, span_bytes, on_progress, on_file_done)).execute(
-        workers
-    )
+    return _Run(plan, output, layouts, _Options(allow_overflow, durable, buffer_bytes, on_progress, on_file_done)).execute(workers)
 
 
 def read_blocks(tensor: TargetTensor, sources: SourceFiles | None = None) -> Iterator[tuple[int, memoryview]]:
@@ -99,8 +96,7 @@ def fill(tensor: TargetTensor, words: Words, sources: SourceFiles | None = None)
 class _Options:
     allow_overflow: bool
     durable: bool
-    block_bytes: int
-    span_bytes: int
+    buffer_bytes: int
     on_progress: Callable[[int], None] | None
     on_file_done: Callable[[FileResult], None] | None
 
@@ -177,18 +173,17 @@ class _Run:
         self._overflows: Counter[str] = Counter()
         self._refused: set[PartialFile] = set()
         self._results: dict[str, FileResult] = {}
+        self._finisher = ThreadPoolExecutor(1)
+        self._finishing: list[Future[None]] = []
 
     def execute(self, workers: int) -> list[FileResult]:
         try:
-            with ThreadPoolExecutor(1) as self._finisher, ThreadPoolExecutor(workers) as pool:
-                try:
-                    for file in self._files:
-                        if not file.file.tensors:
-                            self._finisher.submit(self._finish, file)
-                    for worker in as_completed([pool.submit(self._work) for _ in range(workers)]):
-                        worker.result()
-                except BaseException as error:  # KeyboardInterrupt reaches this thread, not the workers
-                    self._fail(error)
+            with self._finisher, ThreadPoolExecutor(workers) as pool:
+                for file in self._files:
+                    if not file.file.tensors:
+                        self._submit_finish(file)
+                self._wait([pool.submit(self._work) for _ in range(workers)])
+                self._wait(self._finishing)
             if self._overflows:
                 self._fail(_overflow_refusal(self._overflows))
             if self._error is not None:
@@ -201,9 +196,18 @@ class _Run:
             self._targets.close_all()
         return [self._results[file.file.path] for file in self._files]
 
+    def _wait(self, threads: list[Future[None]]) -> None:
+        """Wait until none is at work, whatever comes: their files are closed afterwards. Ctrl-C reaches this thread alone."""
+        while True:
+            try:
+                wait(threads)
+                return
+            except KeyboardInterrupt as interrupt:
+                self._fail(interrupt)
+
     def _work(self) -> None:
         try:
-            gatherer = Gatherer(self._sources, self._options.block_bytes, self._options.span_bytes)
+            gatherer = Gatherer(self._sources, self._options.buffer_bytes)
             progress = _WorkerProgress(self._progress)
             while (task := self._next_task()) is not None:
                 self._do(task, gatherer, progress)
@@ -244,7 +248,10 @@ class _Run:
             digest = checksum.hexdigest()
             for file, position in written:
                 if file.tensor_done(position, digest):
-                    self._finisher.submit(self._finish, file)
+                    self._submit_finish(file)
+
+    def _submit_finish(self, file: PartialFile) -> None:
+        self._finishing.append(self._finisher.submit(self._finish, file))
 
     def _finish(self, file: PartialFile) -> None:
         """Runs in the one finishing thread, while the workers go on with other files."""

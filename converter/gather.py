@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from converter.boxes import Box, in_order, run_of
+from converter.boxes import Box, across, in_order, run_of
 from converter.casts import can_cast
 from converter.dtypes import item_size, word_type
 from converter.open_files import SourceFiles
@@ -23,21 +23,24 @@ from converter.tensors import contiguous_strides
 from converter.word_copy import WordCopier, Words
 from mappings.errors import refuse
 
-BLOCK_BYTES = 4 << 20
-SPAN_BYTES = 4 << 20
+BUFFER_BYTES = 4 << 20  # of each of a worker's two buffers: the block and the memory for spans
+WIDENING = 4  # times larger are the buffers of a worker that transposes a large matrix: its runs get longer by as much
 CALL_BYTES = 16 << 10  # a read call costs as much time as reading this many bytes
 
 
 class Gatherer:
     """Fills blocks of target tensors. For one thread; several may share the source files.
 
+    It needs twice `buffer_bytes` of memory, and `WIDENING` times more from the first large matrix on that is to be transposed.
+
     `overflows` counts, by target name, the finite values that casts made infinite.
     """
 
-    def __init__(self, sources: SourceFiles, block_bytes: int = BLOCK_BYTES, span_bytes: int = SPAN_BYTES) -> None:
+    def __init__(self, sources: SourceFiles, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._sources = sources
-        self._block = np.empty(block_bytes, np.uint8)
-        self._spans = SpanCache(sources, span_bytes)
+        self._narrow: tuple[Words, SpanCache] = np.empty(buffer_bytes, np.uint8), SpanCache(sources, buffer_bytes)
+        self._wide: tuple[Words, SpanCache] | None = None
+        self._block, self._spans = self._narrow
         self._copier = WordCopier()
         self._reads: dict[int, _Read] = {}
         self.overflows: dict[str, int] = {}
@@ -73,18 +76,25 @@ class Gatherer:
             self._fill(targets[0], flat[low : low + step], low)
 
     def _start(self, group: Sequence[TargetTensor]) -> list[_Target]:
-        self._spans.forget()
         self._reads.clear()
         targets = [_Target(tensor) for tensor in group]
         strided = [copy for target in targets for copy in target.copies if not is_contiguous(copy)]
         if strided:
             for copy in (copy for target in targets for copy in target.copies):
                 self._reads.setdefault(id(copy.source), _Read()).add(copy)
-        for copy in strided:
-            box = Box.of(copy)
+        boxes = [Box.of(copy) for copy in strided]
+        self._choose_buffers(any(across(box.dims) and self._reads[id(box.source)].nbytes > self._narrow[1].nbytes for box in boxes))
+        for box in boxes:
             if in_order(box.dims) and not self._apart(box, direct=False):
-                self._reads[id(copy.source)].spanned = True
+                self._reads[id(box.source)].spanned = True
         return targets
+
+    def _choose_buffers(self, wide: bool) -> None:
+        if wide and self._wide is None:
+            nbytes = WIDENING * self._narrow[1].nbytes
+            self._wide = np.empty(nbytes, np.uint8), SpanCache(self._sources, nbytes)
+        self._block, self._spans = self._wide if wide and self._wide else self._narrow
+        self._spans.forget()
 
     def _steps(self, targets: list[_Target]) -> list[int]:
         """Elements of each target in one block: the same number of rows for all, so that they meet in the same spans."""

@@ -100,7 +100,7 @@ class PartialFile:
         """Remove what was written so far; nobody may be writing."""
         if self._layout is not None:
             self._open_files.close(self._partial)
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # the error that led here is the one to be told
                 os.unlink(self._partial)
 
     def _begin(self) -> FileLayout:

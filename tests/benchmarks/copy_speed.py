@@ -229,14 +229,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--durable", action="store_true")
-    parser.add_argument("--block", type=int, help="bytes of a block")
-    parser.add_argument("--span", type=int, help="bytes of the kept spans")
+    parser.add_argument("--buffer", type=int, help="bytes of each of a worker's two buffers")
     parser.add_argument("--scale", type=float, default=1.0, help="size of the source in units of 2 GB")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where a temporary folder is made")
     arguments = parser.parse_args()
     options: dict[str, Any] = {"workers": arguments.workers, "durable": arguments.durable}
-    options |= {"block_bytes": arguments.block} if arguments.block else {}
-    options |= {"span_bytes": arguments.span} if arguments.span else {}
+    options |= {"buffer_bytes": arguments.buffer} if arguments.buffer else {}
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="copy_speed_") as folder:
         for name in arguments.case or CASES:
             measure(name, Path(folder), arguments.scale, arguments.repeats, options)
