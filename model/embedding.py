@@ -57,13 +57,15 @@ class PositionEmbedding(nn.Cell):
         self.positions = positions
         self.compute_type = precision.compute_type
         self.embedding_table = unset_parameter((positions, hidden), precision, "embedding_table")
+        self.slice = ops.StridedSlice()
         self.cast = ops.Cast()
 
     def construct(self, seq: int) -> Tensor:
         """-> [seq, hidden]. Raises ValueError for a sequence longer than the table."""
         if seq > self.positions:
             raise ValueError(f"a sequence of {seq} tokens, but the model has {self.positions} positions")
-        return self.cast(self.embedding_table[:seq], self.compute_type)
+        rows = self.slice(self.embedding_table, (0, 0), (seq, self.embedding_table.shape[1]), (1, 1))
+        return self.cast(rows, self.compute_type)
 
 
 class TransformerEmbedding(nn.Cell):
@@ -76,14 +78,16 @@ class TransformerEmbedding(nn.Cell):
         self.positions = PositionEmbedding(config.max_positions, config.hidden, precision) if config.positions == "learned" else None
         self.norm = hidden_norm(config, precision) if config.norm_position == "post" else None
         self.dropout = nn.Dropout(p=config.embedding_dropout)
+        self.add_types = ops.Add()
+        self.add_positions = ops.Add()
 
     def construct(self, ids: Tensor, token_types: Tensor | None = None) -> Tensor:
         """ids, token_types [batch, seq] integers -> [batch, seq, hidden]. No token types means type 0."""
         x = self.tokens(ids)
         if self.token_types is not None:
-            x = x + self.token_types(ops.zeros_like(ids) if token_types is None else token_types)
+            x = self.add_types(x, self.token_types(ops.zeros_like(ids) if token_types is None else token_types))
         if self.positions is not None:
-            x = x + self.positions(ids.shape[1])
+            x = self.add_positions(x, self.positions(ids.shape[1]))
         if self.norm is not None:
             x = self.norm(x)
         return self.dropout(x)

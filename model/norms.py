@@ -18,12 +18,13 @@ class RMSNorm(nn.Cell):
         self.gamma = unset_parameter((size,), precision, "gamma")
         self.offset = offset
         self.norm = rms_norm(epsilon)
+        self.add = ops.Add()
         self.cast = ops.Cast()
 
     def construct(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
         if self.offset:
-            return self.norm(x, self.cast(self.gamma, ms.float32) + self.offset)
+            return self.norm(x, self.add(self.cast(self.gamma, ms.float32), self.offset))
         return self.norm(x, self.gamma)
 
 
@@ -36,13 +37,14 @@ class LayerNorm(nn.Cell):
         self.beta = unset_parameter((size,), precision, "beta")
         self.offset = offset
         self.norm = ops.LayerNorm(begin_norm_axis=-1, begin_params_axis=-1, epsilon=epsilon)
+        self.add = ops.Add()
         self.cast = ops.Cast()
 
     def construct(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
         gamma = self.cast(self.gamma, ms.float32)
         if self.offset:
-            gamma = gamma + self.offset
+            gamma = self.add(gamma, self.offset)
         normed, _, _ = self.norm(self.cast(x, ms.float32), gamma, self.cast(self.beta, ms.float32))
         return self.cast(normed, x.dtype)
 

@@ -2,7 +2,7 @@
 
 On Ascend there are fused operators; elsewhere the same function is composed of elementary ones. The two forms of a pair have one
 signature and one layout: attention tensors are [batch, heads, seq, head_dim] ("BNSD"), rotary tables [1, 1, seq, rotary_dim]. All are
-cells that own their primitives, because MindSpore's parallel compiler takes a strategy per primitive.
+cells that own their primitives, each used for operands of one kind, because MindSpore's parallel compiler takes a strategy per primitive.
 
 The fused forms follow MindSpore 2.10: `FlashAttentionScore`, `RmsNorm`, `RotaryPositionEmbedding`, `Swiglu` in
 mindspore/ops/auto_generate/gen_ops_prim.py, described in the docstrings of the functions of the same name in mindspore.ops.
@@ -105,12 +105,13 @@ class GELU(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.erf = ops.Erf()
-        self.mul = ops.Mul()
+        self.scale = ops.Mul()
         self.add = ops.Add()
+        self.mul = ops.Mul()
 
     def construct(self, x: Tensor) -> Tensor:
-        twice_phi = self.add(self.erf(self.mul(x, math.sqrt(0.5))), 1.0)
-        return self.mul(self.mul(x, 0.5), twice_phi)
+        twice_phi = self.add(self.erf(self.scale(x, math.sqrt(0.5))), 1.0)
+        return self.mul(self.scale(x, 0.5), twice_phi)
 
 
 def activation(kind: Activation) -> nn.Cell:
@@ -131,14 +132,15 @@ class ComposedRMSNorm(nn.Cell):
         self.mean = ops.ReduceMean(keep_dims=True)
         self.add = ops.Add()
         self.rsqrt = ops.Rsqrt()
+        self.scale = ops.Mul()
         self.mul = ops.Mul()
         self.cast = ops.Cast()
 
     def construct(self, x: Tensor, gamma: Tensor) -> Tensor:
         """x [..., hidden], gamma [hidden] -> [..., hidden] in x's type."""
         wide = self.cast(x, ms.float32)
-        scale = self.rsqrt(self.add(self.mean(self.square(wide), -1), self.epsilon))
-        return self.cast(self.mul(self.mul(wide, scale), self.cast(gamma, ms.float32)), x.dtype)
+        inverse_rms = self.rsqrt(self.add(self.mean(self.square(wide), -1), self.epsilon))
+        return self.cast(self.mul(self.scale(wide, inverse_rms), self.cast(gamma, ms.float32)), x.dtype)
 
 
 class FusedRMSNorm(nn.Cell):
@@ -276,7 +278,9 @@ class ComposedAttention(nn.Cell):
         self.score = ops.BatchMatMul(transpose_b=True)
         self.mix = ops.BatchMatMul()
         self.mul = ops.Mul()
-        self.add = ops.Add()
+        self.hide_future = ops.Add()
+        self.padding_bias = ops.Mul()
+        self.hide_padding = ops.Add()
         self.softmax = Softmax()
         self.dropout = nn.Dropout(p=dropout)
         self.reshape = ops.Reshape()
@@ -293,9 +297,10 @@ class ComposedAttention(nn.Cell):
         scores = self.score(self.reshape(query, by_group), key)
         scores = self.mul(self.cast(self.reshape(scores, (batch, heads, seq, seq)), ms.float32), self.scale)
         if self.causal:
-            scores = self.add(scores, self.causal_bias(seq, self.window))
+            scores = self.hide_future(scores, self.causal_bias(seq, self.window))
         if padding is not None:
-            scores = self.add(scores, self.mul(self.reshape(self.cast(padding, ms.float32), (batch, 1, 1, seq)), LOWEST))
+            bias = self.padding_bias(self.cast(padding, ms.float32), LOWEST)
+            scores = self.hide_padding(scores, self.reshape(bias, (batch, 1, 1, seq)))
         weights = self.cast(self.dropout(self.softmax(scores)), value.dtype)
         mixed = self.mix(self.reshape(weights, (batch, kv_heads, heads // kv_heads * seq, seq)), value)
         return self.reshape(mixed, query.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from model.attention import GroupedQueryAttention
 from model.config import ModelConfig
@@ -25,16 +25,17 @@ class TransformerLayer(nn.Cell):
         self.mlp_norm = hidden_norm(config, precision)
         self.mlp = mlp(config, precision, parallel)
         self.dropout = nn.Dropout(p=config.hidden_dropout)
+        self.add = ops.Add()
 
     def construct(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden], cos and sin [1, 1, seq, rotary_dim], padding [batch, seq] bool, True where a key is to be ignored
         -> [batch, seq, hidden].
         """
         if self.pre_norm:
-            x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, padding))
-            return x + self.dropout(self.mlp(self.mlp_norm(x)))
-        x = self.attention_norm(x + self.dropout(self.attention(x, cos, sin, padding)))
-        return self.mlp_norm(x + self.dropout(self.mlp(x)))
+            x = self.add(x, self.dropout(self.attention(self.attention_norm(x), cos, sin, padding)))
+            return self.add(x, self.dropout(self.mlp(self.mlp_norm(x))))
+        x = self.attention_norm(self.add(x, self.dropout(self.attention(x, cos, sin, padding))))
+        return self.mlp_norm(self.add(x, self.dropout(self.mlp(x))))
 
 
 class TransformerLayers(nn.CellList):
