@@ -40,8 +40,8 @@ def forward(cell: nn.Cell, ids: Integers, token_types: Integers | None = None, a
         attention_mask: [batch, seq], 0 where a token is padding, for encoders. A decoder is given padding on the right and needs no mask.
 
     Raises:
-        Refused: for ids or token types out of range (a negative one would be counted from the end in silence), or a sequence longer than the
-            learned positions.
+        Refused: for ids or token types out of range (MindSpore counts a negative one from the end), or a sequence longer than the learned
+            positions.
     """
     config = cell.config
     check_inputs(config, ids, token_types)

@@ -34,8 +34,8 @@ class Reference:
     exact_states: dict[str, npt.NDArray[Any]]
 
     def limit(self, name: str) -> float:
-        """Two float32 computations may differ by the sum of their own errors. With sharp softmaxes that can exceed LIMIT; then Transformers'
-        own error, doubled, is the measure.
+        """Two float32 computations may differ by the sum of their own errors. With sharp softmaxes that can exceed LIMIT; then the measure
+        is Transformers' own error, doubled.
         """
         return max(LIMIT, 2 * relative_error(self.states[name], self.exact_states[name]))
 

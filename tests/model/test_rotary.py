@@ -64,8 +64,8 @@ def hf_rotary(parameters: dict[str, Any], theta: float, dim: int) -> LlamaRotary
 
 
 @pytest.mark.parametrize(("scaling", "parameters"), SCALINGS)
-@pytest.mark.parametrize("theta", [500.0, 10_000.0, 500_000.0])
-@pytest.mark.parametrize("dim", [16, 80, 128])
+@pytest.mark.parametrize("theta", [500.0, 500_000.0])
+@pytest.mark.parametrize("dim", [16, 80])
 @pytest.mark.parametrize("seq", [100, 512, 700])
 def test_tables_are_those_of_transformers(
     scaling: RopeScaling | None, parameters: dict[str, Any], theta: float, dim: int, seq: int
