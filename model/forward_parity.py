@@ -191,7 +191,7 @@ def _ask_reference(source: SourceModel, wanted: _Wanted, on_step: OnStep) -> _An
     steps: tuple[Step, ...] = ()
     if wanted.steps:
         on_step(f"Transformers: {wanted.steps} tokens of a continuation")
-        steps = reference_continuation(model, wanted.probes.prompt, wanted.steps, source.config.eos_ids)
+        steps = reference_continuation(model, source.config, wanted.probes.prompt, wanted.steps)
     rotary = reference_rotary(model, wanted.rotary_positions) if wanted.rotary_positions else None
     del model
     release_memory()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,7 @@ def _quiet() -> Iterator[None]:
 def reference_outputs(model: Any, config: ModelConfig, probe: Probe) -> Outputs:
     """Run one probe. Hidden states by the names of `model.forward.state_names`."""
     base = model.base_model
+    _forget_lengths(base, config)
     caught: dict[str, Floats] = {}
     with _caught(base, config, caught), torch.no_grad():
         outputs = model(**{name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs_of(probe).items()})
@@ -105,6 +106,12 @@ def reference_outputs(model: Any, config: ModelConfig, probe: Probe) -> Outputs:
     nsp_logits = _numpy(outputs.get("seq_relationship_logits"))
     hidden = {name: caught[name] for name in state_names(config)}
     return Outputs(logits, hidden, caught.get("pooled") if config.pooler else None, nsp_logits)
+
+
+def _forget_lengths(base: Any, config: ModelConfig) -> None:
+    """Transformers' dynamic scaling keeps the frequencies of the longest sequence so far until it sees a short one."""
+    if config.rope is not None and config.rope.scaling is not None and config.rope.scaling.kind == "dynamic":
+        base.rotary_emb(torch.zeros(1, 1, 1), torch.zeros(1, 1, dtype=torch.int64))
 
 
 @contextmanager
@@ -154,8 +161,9 @@ def reference_rotary(model: Any, length: int) -> tuple[Floats, Floats] | None:
     return _numpy(cos[0]), _numpy(sin[0])
 
 
-def reference_continuation(model: Any, prompt: Integers, steps: int, eos: Collection[int]) -> tuple[Step, ...]:
+def reference_continuation(model: Any, config: ModelConfig, prompt: Integers, steps: int) -> tuple[Step, ...]:
     """Continue `prompt` [1, seq] with the likeliest token, the whole sequence run again in each step, as `model.generate.greedy` does."""
+    _forget_lengths(model.base_model, config)
     sequence, taken = torch.from_numpy(prompt.astype(np.int64)), []
     with torch.no_grad():
         for _ in range(steps):
@@ -164,7 +172,7 @@ def reference_continuation(model: Any, prompt: Integers, steps: int, eos: Collec
             step = Step(tuple(best.indices.tolist()), tuple(best.values.tolist()), float(logits.abs().max()))
             taken.append(step)
             sequence = torch.cat([sequence, torch.tensor([[step.chosen]])], dim=1)
-            if step.chosen in eos:
+            if step.chosen in config.eos_ids:
                 break
     return tuple(taken)
 
@@ -183,7 +191,12 @@ def read_tokenizer(folder: Path) -> tuple[Tokenize | None, Callable[[Sequence[in
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder.resolve()), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a stranger's tokenizer fails in any way; what is lost is a probe, and the report says so
         return None, None, f"the folder's tokenizer cannot be read: {type(error).__name__}: {str(error)[:200]}"
-    return lambda text: list(tokenizer(text)["input_ids"]), lambda ids: str(tokenizer.decode(list(ids))), ""
+
+    def tokenize(text: str) -> list[int]:
+        with _quiet():
+            return list(tokenizer(text)["input_ids"])
+
+    return tokenize, lambda ids: str(tokenizer.decode(list(ids))), ""
 
 
 def _numpy(tensor: Any) -> Any:

@@ -151,6 +151,7 @@ def verify(
         comparison = compare_file(sides.source, sides.target, options.workers, on_progress)
     else:
         comparison = compare_weights(sides.source, sides.tree, options.workers, on_progress)
+    _put_in_order(comparison)
     compared = time.monotonic()
     on_compared()
     checks = [_coverage(sides, comparison), _not_carried(sides.source), _weights(comparison), *_description(sides)]
@@ -161,6 +162,13 @@ def verify(
     seconds = {"weights": round(compared - started, 3), "total": round(time.monotonic() - started, 3)}
     facts = _facts(sides, comparison, checks, forward, command, seconds)
     return Verification(tuple(checks), facts)
+
+
+def _put_in_order(comparison: WeightComparison) -> None:
+    """Differences in the order of the model and of the ranks; threads find them in any."""
+    order = {holding.name: place for place, holding in enumerate(comparison.holdings)}
+    files = {file: place for place, file in enumerate(dict.fromkeys(file for holding in comparison.holdings for file in holding.files))}
+    comparison.differences.sort(key=lambda item: (order.get(item.name, len(order)), item.name, files.get(item.file, len(files)), item.file))
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------------------------
