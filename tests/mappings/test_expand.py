@@ -124,6 +124,13 @@ def test_drops_and_duplicates_of_experts_are_known_for_each() -> None:
     assert expansion.duplicates == {f"h.{layer}.f.{expert}.up": f"h.{layer}.e.{expert}.up" for layer in (0, 1) for expert in (0, 1)}
 
 
+def test_a_tensor_that_a_rule_names_is_not_dropped_by_a_pattern() -> None:
+    entries = rule("h.1.mask", "final_norm.gamma") + '[[drop]]\nhf = "h.{layer}.mask"\nwhy = "a mask"\n'
+    expansion = expansion_of(entries, layers=3)
+    assert set(expansion.drops) == {"h.0.mask", "h.2.mask"}
+    assert set(expansion.hf_shapes) == {"h.1.mask"}
+
+
 def test_a_duplicate_repeats_the_spelling_that_is_in_the_file() -> None:
     entries = '[[rule]]\nhf = ["wte.w", "embed.w"]\nms = "embedding.tokens.embedding_table"\n' + rule(
         "head.w", "lm_head.weight", when="head"
