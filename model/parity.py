@@ -124,7 +124,7 @@ class ProbeParity:
 
 
 def compare_outputs(
-    probe: Probe, reference: Outputs, ours: Outputs, causal: bool, threshold: Threshold, pooling: Pooling | None
+    probe: Probe, reference: Outputs, ours: Outputs, causal: bool, threshold: Threshold, pooling: Pooling | None = None
 ) -> ProbeParity:
     """Compare what both sides made of a probe. `causal`: the logits at a token are about the next one."""
     real = probe.real
