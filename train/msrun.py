@@ -29,7 +29,7 @@ GRACE = 10.0
 """Seconds that msrun has to end after a failure before it is killed."""
 PATIENCE = 60.0
 """Seconds that ranks have to save and end after msrun was killed."""
-_KEPT_LINES = 50
+MSRUN_LOG = "msrun.log"
 _RANK_FAILED = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)\.")
 
 OnLine = Callable[[str], None]
@@ -93,7 +93,6 @@ class _Job:
         self._scheduler: Any = None
         self._asked = False
         self._ended_at: float | None = None
-        self._output: list[str] = []
         parent = os.getpid()
         self._msrun = subprocess.Popen(
             launch.msrun(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -101,7 +100,7 @@ class _Job:
             start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
             preexec_fn=lambda: end_with_parent(parent),
         )  # fmt: skip
-        self._reader = threading.Thread(target=self._read_output, args=(launch.log_folder / "msrun.log",), daemon=True)
+        self._reader = threading.Thread(target=self._read_output, args=(launch.log_folder / MSRUN_LOG,), daemon=True)
         self._reader.start()
 
     def goes_on(self, signals: list[int]) -> bool:
@@ -178,7 +177,6 @@ class _Job:
             for raw in self._msrun.stdout:
                 line = raw.decode("utf-8", "replace").rstrip()
                 file.write(line + "\n")
-                self._output = [*self._output[1 - _KEPT_LINES :], line]
                 match = _RANK_FAILED.search(line)
                 if match is not None and self.failed is None:
                     self.failed = (int(match[1]), int(match[2]))
@@ -186,8 +184,9 @@ class _Job:
     def _failure(self) -> Refused:
         rank, launch = self._failed_rank(), self._launch
         if rank is None:
-            why = "\n".join(["msrun failed; it said", *(f"  {line}" for line in self._output[-10:])])
-            return refuse(why, str(launch.log_folder), "all logs are in this folder")
+            log = launch.log_folder / MSRUN_LOG
+            why = "\n".join(["it said", *(f"  {line}" for line in last_error(log))])
+            return Refused("msrun failed", [Problem(why, str(log), f"all logs are in {launch.log_folder}")])
         why = "\n".join([_exit_text(self.failed), *(f"  {line}" for line in last_error(launch.log(rank)))])
         mend = f"the other ranks were ended; all logs are in {launch.log_folder}"
         return Refused(f"rank {rank} failed", [Problem(why, str(launch.log(rank)), mend)])

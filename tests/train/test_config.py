@@ -122,7 +122,13 @@ def problems_of(tmp_path: Path, ranks: int | None = None, model: ModelConfig = M
 
 
 def test_a_config_that_fits_has_no_problem(tmp_path: Path) -> None:
-    values = {"parallel__tp": 2, "parallel__pp": 3, "parallel__dp": 2, "parallel__micro_batches": 4, "optimizer__warmup_steps": 10}
+    values: dict[str, Any] = {
+        "parallel__tp": 2,
+        "parallel__pp": 3,
+        "parallel__dp": 2,
+        "parallel__micro_batches": 4,
+        "optimizer__warmup_steps": 10,
+    }
     assert problems_of(tmp_path, ranks=12, **values) == set()
 
 
@@ -161,7 +167,7 @@ def test_kv_heads_may_be_replicated(tmp_path: Path) -> None:
 
 
 def test_all_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
-    values = {
+    values: dict[str, Any] = {
         "parallel__tp": 3, "parallel__pp": 7, "parallel__dp": 3, "data__seq_length": 1000, "optimizer__warmup_steps": 1000,
     }  # fmt: skip
     assert problems_of(tmp_path, ranks=8, **values) == {

@@ -159,7 +159,12 @@ def test_going_on_does_not_do_again_what_is_done(tmp_path: Path, corpus: Path, t
     monkeypatch.setattr(prepare, "tokenize_part", stops)
     with pytest.raises(KeyboardInterrupt):
         run(chosen)
-    monkeypatch.setattr(prepare, "tokenize_part", lambda *job: done.append(job[3].name) or tokenize_part(*job))
+
+    def goes_on(part: Any, choice: Any, loaded: Any, target: Path) -> Any:
+        done.append(target.name)
+        return tokenize_part(part, choice, loaded, target)
+
+    monkeypatch.setattr(prepare, "tokenize_part", goes_on)
     run(chosen)
     assert len(done) == len(set(done)) == len(plan_preparation(chosen).parts)
 
@@ -289,10 +294,11 @@ def test_a_damaged_data_set_is_refused(tmp_path: Path, corpus: Path, tokenizer: 
     run(options(corpus, tokenizer, tmp_path / "out"))
     index = tmp_path / "out" / INDEX
     good = json.loads(index.read_text())
-    for change in (
+    changes: tuple[dict[str, Any], ...] = (
         {"sequences": 3}, {"format_version": 2}, {"seq_length": "24"}, {"largest_id": 10**6}, {"pad_id": 1}, {"more": 1},
         {"shards": [good["shards"][0] | {"file": "../x"}]}, {"shards": []},
-    ):  # fmt: skip
+    )  # fmt: skip
+    for change in changes:
         index.write_text(json.dumps(good | change))
         with pytest.raises(Refused):
             read_index(tmp_path / "out")
