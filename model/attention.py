@@ -47,7 +47,8 @@ class GroupedQueryAttention(nn.Cell):
             precision=precision,
         )
         self.reshape = ops.Reshape()
-        self.transpose = ops.Transpose()
+        self.heads_first = ops.Transpose()
+        self.heads_last = ops.Transpose()
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[batch, seq, n * head_dim] -> [batch, seq, n, head_dim]."""
@@ -61,8 +62,8 @@ class GroupedQueryAttention(nn.Cell):
         query, key, value = self.split_heads(self.q_proj(x)), self.split_heads(self.k_proj(x)), self.split_heads(self.v_proj(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (self.transpose(heads, (0, 2, 1, 3)) for heads in (query, key, value))
+        query, key, value = (self.heads_first(heads, (0, 2, 1, 3)) for heads in (query, key, value))
         if self.rotate is not None:
             query, key = self.rotate(query, cos, sin), self.rotate(key, cos, sin)
-        mixed = self.transpose(self.attention(query, key, value, padding), (0, 2, 1, 3))
+        mixed = self.heads_last(self.attention(query, key, value, padding), (0, 2, 1, 3))
         return self.o_proj(self.reshape(mixed, (x.shape[0], x.shape[1], -1)))
