@@ -32,13 +32,36 @@ def cli() -> None:
     """Go on pretraining a converted model with MindSpore, in parallel over tensors, pipeline stages and data."""
 
 
+SHORTCUTS = {"resume": "checkpoint.resume=true", "profile": "watch.profile=true", "pynative": 'train.mode="pynative"'}
+
+
 def config_argument(command: F) -> F:
-    """The config file, --set and --resume."""
-    command = click.option("--resume", is_flag=True, help="Go on from the newest checkpoint (checkpoint.resume=true).")(command)
-    command = click.option(
-        "--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Take this value instead of the file's; may be repeated."
-    )(command)
-    return click.argument("config", type=click.Path(exists=True, dir_okay=False))(command)
+    """The config file, and what takes the place of its values: `_all_overrides` gathers them."""
+    for option in (
+        click.option("--profile", is_flag=True, help=f"Wrap the run in mindspore.Profiler ({SHORTCUTS['profile']})."),
+        click.option("--pynative", is_flag=True, help=f"Run operator by operator, to debug ({SHORTCUTS['pynative']})."),
+        click.option("--resume", is_flag=True, help=f"Go on from the newest checkpoint ({SHORTCUTS['resume']})."),
+        click.option(
+            "--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Take this value instead of the file's; may be repeated."
+        ),
+        click.argument("config", type=click.Path(exists=True, dir_okay=False)),
+    ):
+        command = option(command)
+    return command
+
+
+def _all_overrides(overrides: tuple[str, ...], flags: dict[str, Any]) -> tuple[str, ...]:
+    """Those of --set and those that options of their own stand for."""
+    given = [
+        f"{OPTION_TABLES[name]}.{name}={json.dumps(value)}" for name, value in flags.items() if name in OPTION_TABLES and value is not None
+    ]
+    return (*overrides, *given, *(override for name, override in SHORTCUTS.items() if flags[name]))
+
+
+OPTION_TABLES = {
+    "tp": "parallel", "pp": "parallel", "dp": "parallel", "nnodes": "launch", "node_rank": "launch", "master_addr": "launch",
+    "master_port": "launch", "device": "launch",
+}  # fmt: skip
 
 
 @cli.command(
@@ -51,11 +74,11 @@ Examples:
 """,
 )
 @config_argument
-def run(config: str, overrides: tuple[str, ...], resume: bool) -> int:
+def run(config: str, overrides: tuple[str, ...], **flags: Any) -> int:
     """Train as the file CONFIG says, in this process: as the only rank, or as one of those that `launch` starts."""
     from train.run import run_rank
 
-    return run_rank(Path(config), _all(overrides, resume=resume))
+    return run_rank(Path(config), _all_overrides(overrides, flags))
 
 
 @cli.command(
@@ -78,25 +101,14 @@ Examples:
 @click.option("--master-port", type=click.IntRange(1024, 65535), help="Port on host 0. Default: a free one; 8118 with several hosts.")
 @click.option("--device", type=click.Choice(["cpu", "ascend"]), help="What the ranks run on (launch.device).")
 @click.option("--dry-run", is_flag=True, help="Check the config and print what would be started.")
-def launch(config: str, overrides: tuple[str, ...], resume: bool, dry_run: bool, **given: Any) -> int:
+def launch(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any) -> int:
     """Start tp x pp x dp ranks under msrun, each of which trains as the file CONFIG says, and watch over them.
 
     Ctrl-C or SIGTERM lets every rank save and end; a second one ends them at once.
     """
     from train.run import launch_ranks
 
-    named = [f"{_TABLES[name]}.{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
-    return launch_ranks(Path(config), (*_all(overrides, resume=resume), *named), dry_run=dry_run)
-
-
-_TABLES = {
-    "tp": "parallel", "pp": "parallel", "dp": "parallel", "nnodes": "launch", "node_rank": "launch", "master_addr": "launch",
-    "master_port": "launch", "device": "launch",
-}  # fmt: skip
-
-
-def _all(overrides: tuple[str, ...], *, resume: bool) -> tuple[str, ...]:
-    return (*overrides, "checkpoint.resume=true") if resume else overrides
+    return launch_ranks(Path(config), _all_overrides(overrides, flags), dry_run=dry_run)
 
 
 @cli.command(

@@ -101,7 +101,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_screen(tmp_path: Path, corpus
 
 
 def test_launch_shows_what_it_would_start(config: Path) -> None:
-    ran = ms_train("launch", "--tp", 2, "--pp", 2, "--dp", 2, config, "--set", "train.steps=3", "--resume", "--dry-run")
+    ran = ms_train("launch", "--tp", 2, "--pp", 2, "--dp", 2, config, "--set", "train.steps=3", "--resume", "--pynative", "--dry-run")
     assert ran.code == 0, ran.err
     assert "8 rank(s)  tp 2 x pp 2 x dp 2" in ran.out
     assert "--worker_num=8 --local_worker_num=8" in ran.out
@@ -109,7 +109,8 @@ def test_launch_shows_what_it_would_start(config: Path) -> None:
     assert passed_on is not None
     path, *sets = passed_on[1].split(" --set ")
     config_of_ranks = load_config(Path(path), sets)
-    assert config_of_ranks.ranks == 8 and config_of_ranks.train.steps == 3 and config_of_ranks.checkpoint.resume
+    assert config_of_ranks.ranks == 8 and config_of_ranks.train.steps == 3
+    assert config_of_ranks.checkpoint.resume and config_of_ranks.train.mode == "pynative" and not config_of_ranks.watch.profile
 
 
 def test_launch_on_several_hosts_wants_to_know_which_one_this_is(config: Path) -> None:

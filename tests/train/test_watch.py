@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -185,3 +187,23 @@ def test_without_profile_nothing_is_wrapped(tmp_path: Path) -> None:
     with profiled(config_with(tmp_path, watch__folder=str(tmp_path / "watch")), 0):
         pass
     assert not (tmp_path / "watch").exists()
+
+
+PROFILED = """
+import sys
+import numpy as np
+from mindspore import Tensor, ops
+from train.watch import profiled
+from tests.train.configs import config_with
+from pathlib import Path
+folder = Path(sys.argv[1])
+with profiled(config_with(folder, watch__folder=str(folder / "watch"), watch__profile=True), 3):
+    ops.matmul(Tensor(np.ones((64, 64), np.float32)), Tensor(np.ones((64, 64), np.float32))).asnumpy()
+"""
+
+
+@pytest.mark.slow
+def test_a_profile_of_each_rank_names_its_operators(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", PROFILED, str(tmp_path)], check=True, capture_output=True, cwd=Path(__file__).parents[2])
+    tables = list((tmp_path / "watch" / "profile" / "rank_3").rglob("cpu_op_type_info_*.csv"))
+    assert tables and any("MatMul" in table.read_text() for table in tables)
