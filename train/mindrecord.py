@@ -19,8 +19,9 @@ SHARD_TOKENS = 1 << 24
 MAX_SHARDS = 128
 """A reader holds every shard open, once for each of its threads."""
 ROWS = 128
-_MIN_PAGE, _MAX_PAGE, _PAGES = 4 << 20, 256 << 20, 1024
+_SMALLEST_PAGE, _USUAL_PAGE, _LARGEST_PAGE, _PAGES = 32 << 10, 4 << 20, 256 << 20, 1024
 _HEADER = 1 << 20
+"""It lists the pages, with 215 bytes for each, measured."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,9 @@ def _writer(path: Path, columns: Sequence[str], width: int, sequences: int) -> A
 
 def _page_size(row_bytes: int, rows_in_shard: int) -> int:
     """A power of two that holds two rows and lets the header, which lists the pages, hold them all."""
-    wanted = max(2 * row_bytes, row_bytes * rows_in_shard // _PAGES, _MIN_PAGE)
-    return min(1 << (wanted - 1).bit_length(), _MAX_PAGE)
+    shard = row_bytes * rows_in_shard
+    wanted = max(2 * row_bytes, shard // _PAGES, min(shard, _USUAL_PAGE), _SMALLEST_PAGE)
+    return min(1 << (wanted - 1).bit_length(), _LARGEST_PAGE)
 
 
 def _check_written(path: Path, columns: Sequence[str], expected: str) -> None:
