@@ -56,7 +56,7 @@ class DataIndex:
     eos_id: int
     pad_id: int | None
     tokenizer: str
-    tokenizer_digest: str
+    vocabulary_digest: str
     input_files: int
     input_bytes: int
     shards: tuple[ShardRecord, ...]

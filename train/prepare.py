@@ -236,7 +236,7 @@ def _index(
         eos_id=tokenizer.eos_id,
         pad_id=files.pad_id,
         tokenizer=tokenizer.name,
-        tokenizer_digest=tokenizer.digest,
+        vocabulary_digest=tokenizer.vocabulary_digest,
         input_files=len(preparation.files),
         input_bytes=sum(path.stat().st_size for path in preparation.files),
         shards=tuple(shards),

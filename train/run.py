@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from train.data_index import DataIndex, read_index
 from train.model_source import check_layout, read_model_source
 from train.processes import end_with_parent
 from train.settings import describe
+from train.tokenizer import load_tokenizer
 
 
 def load_checked(path: Path, overrides: Sequence[str], ranks: int | None) -> TrainConfig:
@@ -42,6 +43,17 @@ def load_checked(path: Path, overrides: Sequence[str], ranks: int | None) -> Tra
     return config
 
 
+def notes_on(config: TrainConfig) -> Iterator[str]:
+    """What a person should know of a config that fits."""
+    folder = read_model_source(config.model).tokenizer_folder
+    if not (folder / "tokenizer.json").is_file():  # without it Transformers would have to be imported
+        return
+    tokenizer = load_tokenizer(folder)
+    for data in (config.data.path, config.data.validation_path):
+        if data is not None and read_index(Path(data)).vocabulary_digest != tokenizer.vocabulary_digest:
+            yield f"{data} was prepared with another tokenizer than the one in {folder}: its ids may mean other words to the model"
+
+
 def run_rank(path: Path, overrides: Sequence[str]) -> int:
     """Train as one rank: of a job that msrun started, or the only one. Raises Refused."""
     role = os.environ.get("MS_ROLE")
@@ -51,9 +63,16 @@ def run_rank(path: Path, overrides: Sequence[str]) -> int:
         return _serve()
     ranks = int(os.environ.get("MS_WORKER_NUM", "1")) if role is not None else 1
     config = load_checked(path, overrides, ranks)
+    if role is None:
+        _show_notes(config)
     from train.loop import run
 
     return run(config)
+
+
+def _show_notes(config: TrainConfig) -> None:
+    for note in notes_on(config):
+        console().print(f"[yellow]note[/]  {printable(note)}")
 
 
 def _serve() -> int:
@@ -74,6 +93,7 @@ def launch_ranks(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     parallel, out = config.parallel, console()
     layout = f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}"
     out.print(f"[bold]{config.ranks} rank(s)[/]  {layout}, logs in {printable(str(launch.log_folder))}")
+    _show_notes(config)
     if dry_run:
         click.echo(" ".join(launch.msrun()))
         return 0

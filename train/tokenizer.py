@@ -21,7 +21,8 @@ MAX_JSON_BYTES = 256 << 20
 class TextTokenizer:
     """`encode` gives the ids of each text, special tokens in the text included as Transformers does, none added.
 
-    `vocabulary` is the largest id plus one. `digest` is the xxh3_128 of the tokenizer's files. A special id that it does not have is None.
+    `vocabulary` is the largest id plus one; a special id that it does not have is None. `digest` is the xxh3_128 of the tokenizer's files,
+    `vocabulary_digest` of its tokens and their ids, which stay when a release of Transformers writes the files differently.
     """
 
     name: str
@@ -30,6 +31,7 @@ class TextTokenizer:
     eos_id: int | None
     pad_id: int | None
     digest: str
+    vocabulary_digest: str
 
 
 def load_tokenizer(folder: Path, eos_token: str | None = None, pad_token: str | None = None) -> TextTokenizer:
@@ -61,7 +63,7 @@ def _from_tokenizer_json(folder: Path, eos_token: str | None, pad_token: str | N
         raise refuse(f"not a tokenizer: {str(error)[:200]}", str(path), "download it again") from error
     tokenizer.no_truncation()  # a limit and padding are stored in the file, for sentence encoders for example
     tokenizer.no_padding()
-    named = _named_tokens(folder)
+    named, vocabulary = _named_tokens(folder), tokenizer.get_vocab(with_added_tokens=True)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -69,10 +71,11 @@ def _from_tokenizer_json(folder: Path, eos_token: str | None, pad_token: str | N
     return TextTokenizer(
         name=folder.name,
         encode=encode,
-        vocabulary=max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        vocabulary=max(vocabulary.values(), default=-1) + 1,
         eos_id=_token_id(tokenizer.token_to_id, eos_token or named.get("eos_token"), folder),
         pad_id=_token_id(tokenizer.token_to_id, pad_token or named.get("pad_token"), folder),
         digest=xxhash.xxh3_128_hexdigest(content),
+        vocabulary_digest=_vocabulary_digest(vocabulary),
     )
 
 
@@ -124,6 +127,7 @@ def _from_transformers(folder: Path, eos_token: str | None, pad_token: str | Non
         eos_id=_token_id(vocabulary.get, eos_token or tokenizer.eos_token, folder),
         pad_id=_token_id(vocabulary.get, pad_token or tokenizer.pad_token, folder),
         digest=_digest(folder, sorted(set(tokenizer.vocab_files_names.values()))),
+        vocabulary_digest=_vocabulary_digest(vocabulary),
     )
 
 
@@ -134,3 +138,8 @@ def _digest(folder: Path, names: Sequence[str]) -> str:
             state.update(json.dumps(name).encode())
             state.update((folder / name).read_bytes())
     return state.hexdigest()
+
+
+def _vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
+    pairs = sorted((number, token) for token, number in vocabulary.items())
+    return xxhash.xxh3_128_hexdigest(json.dumps(pairs).encode())

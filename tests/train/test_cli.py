@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -136,6 +137,21 @@ def test_everything_that_does_not_fit_is_refused_at_once(config: Path, corpus: P
 def test_data_of_another_vocabulary_is_refused(config: Path, tiny_folder: TinyFolder) -> None:
     ran = ms_train("run", config, "--set", f"model.path={tiny_folder('llama-gqa')}")
     assert ran.code == 1 and "the model's vocabulary ends at 255" in ran.err
+
+
+def test_data_of_another_tokenizer_is_noted(config: Path, corpus: Path, tmp_path: Path, tiny_folder: TinyFolder) -> None:
+    assert "another tokenizer" not in ms_train("launch", config, "--dry-run").out  # the model has none
+    model = tmp_path / "model"
+    shutil.copytree(tiny_folder("llama-gqa", vocab_size=400), model)
+    save_tokenizer(model)
+    rewritten = json.dumps(json.loads((model / "tokenizer.json").read_text(encoding="utf-8")), indent=1)
+    (model / "tokenizer.json").write_text(rewritten, encoding="utf-8")
+    assert "another tokenizer" not in ms_train("launch", config, "--dry-run", "--set", f"model.path={model}").out
+    other = rewritten.replace('"<pad>"', '"<filler>"')
+    (model / "tokenizer.json").write_text(other, encoding="utf-8")
+    (model / "tokenizer_config.json").unlink()
+    ran = ms_train("launch", config, "--dry-run", "--set", f"model.path={model}")
+    assert ran.code == 0 and f"{corpus / 'data'} was prepared with another tokenizer" in ran.out
 
 
 def test_one_process_is_not_enough_for_two_ranks(config: Path) -> None:

@@ -28,7 +28,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 INDEX = DataIndex(
     format_version=1, tool_version="0", run="", seq_length=64, packed=True, sequences=50, tokens=3201, documents=9, empty_documents=0,
-    left_over_tokens=0, vocabulary=1000, largest_id=999, eos_id=0, pad_id=None, tokenizer="t", tokenizer_digest="", input_files=1,
+    left_over_tokens=0, vocabulary=1000, largest_id=999, eos_id=0, pad_id=None, tokenizer="t", vocabulary_digest="", input_files=1,
     input_bytes=1, shards=(ShardRecord("shard_0000.mindrecord", 50, 1, 1, ""),),
 )  # fmt: skip
 

@@ -283,7 +283,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [10, -1, 1 << 40])
 def test_an_id_outside_the_vocabulary_is_refused_and_nothing_written(tmp_path: Path, wrong: int) -> None:
     (tmp_path / "a.txt").write_text("a")
-    broken = TextTokenizer("broken", lambda texts: [[3, wrong, 4] for _ in texts], 10, 0, None, "")
+    broken = TextTokenizer("broken", lambda texts: [[3, wrong, 4] for _ in texts], 10, 0, None, "", "")
     (part,) = divide([tmp_path / "a.txt"], DocumentOptions())
     with pytest.raises(Refused, match=f"gave the id {wrong}"):
         tokenize_part(part, DocumentOptions(), broken, tmp_path / "00000.tokens")
