@@ -16,6 +16,7 @@ STRIP = 92  # height of a plot whose errors are all 0
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 26, 34
 ZERO_BAND = 22  # pixels below the lowest decade, for errors of exactly 0
 MAX_BARS = {WIDE: 400, NARROW: 120}
+ROOM = {WIDE: 34, NARROW: 30}  # of a label under the axis
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class TensorPlot:
     width: int
     height: int
     y_ticks: tuple[Tick, ...]
+    x_ticks: tuple[Tick, ...]
     bars: tuple[Mark, ...]
     step: float
     zero: float
@@ -143,17 +145,16 @@ SHORT = {"embedding": "emb", "final_norm": "norm", "nsp_logits": "nsp", "sentenc
 
 def _state_ticks(names: Sequence[str], places: Sequence[float], width: int) -> tuple[Tick, ...]:
     """The names that fit beside each other: the last one first, then from the left."""
-    room = 34 if width == WIDE else 30
     texts = [SHORT.get(name, name.removeprefix("layers.")) for name in names]
     chosen: dict[int, Tick] = {}
     for index in [len(names) - 1, *range(len(names) - 1)]:
-        if all(abs(places[index] - tick.at) >= room for tick in chosen.values()):
+        if all(abs(places[index] - tick.at) >= ROOM[width] for tick in chosen.values()):
             chosen[index] = Tick(places[index], texts[index])
     return tuple(chosen[index] for index in sorted(chosen))
 
 
 def tensor_errors(weights: dict[str, Any]) -> list[tuple[str, float, str]]:
-    """(parameter, largest relative error of its slices, what is wrong) in the order of the model; missing counts as infinite."""
+    """(parameter, largest relative error of its slices, what is wrong), layer by layer; missing counts as infinite."""
     worst: dict[str, tuple[float, str]] = {}
     for item in weights["differences"]:
         error = math.inf if item["max_relative_error"] is None else float(item["max_relative_error"])
@@ -161,7 +162,23 @@ def tensor_errors(weights: dict[str, Any]) -> list[tuple[str, float, str]]:
             worst[item["name"]] = (error, item["what"])
     known = [holding["name"] for holding in weights["holdings"]]
     strangers = [name for name in worst if name not in set(known)]
-    return [(name, *worst.get(name, (0.0, "identical"))) for name in (*known, *strangers)]
+    return [(name, *worst.get(name, (0.0, "identical"))) for name in (*by_layer(known), *strangers)]
+
+
+def layer_of(name: str) -> int | None:
+    """The number between dots in a parameter's name; None outside the layers."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def by_layer(names: Sequence[str]) -> list[str]:
+    """Parameters in the order of the model: what stands before the layers, each layer with all its parameters, what stands behind."""
+    first = next((place for place, name in enumerate(names) if layer_of(name) is not None), len(names))
+
+    def key(place: int) -> tuple[int, int]:
+        layer = layer_of(names[place])
+        return (0, 0) if place < first else (1, layer) if layer is not None else (2, 0)
+
+    return [names[place] for place in sorted(range(len(names)), key=key)]
 
 
 def tensor_plots(weights: dict[str, Any]) -> list[TensorPlot]:
@@ -169,6 +186,15 @@ def tensor_plots(weights: dict[str, Any]) -> list[TensorPlot]:
     errors = tensor_errors(weights)
     scale = Scale.around([error for _, error, _ in errors])
     return [_tensor_plot(errors, scale, width) for width in (WIDE, NARROW)]
+
+
+def _layer_ticks(layers: Sequence[int | None], places: Sequence[float], width: int) -> tuple[Tick, ...]:
+    """The number of a layer under its first bar, as far as there is room; "layer" before the first."""
+    ticks: list[Tick] = []
+    for before, layer, x in zip([None, *layers], layers, places, strict=False):
+        if layer is not None and layer != before and (not ticks or x - ticks[-1].at >= ROOM[width]):
+            ticks.append(Tick(x, f"layer {layer}" if not ticks else str(layer)))
+    return tuple(ticks)
 
 
 def _tensor_plot(errors: Sequence[tuple[str, float, str]], scale: Scale, width: int) -> TensorPlot:
@@ -181,4 +207,5 @@ def _tensor_plot(errors: Sequence[tuple[str, float, str]], scale: Scale, width: 
         others = f" (worst of {len(group)})" if len(group) > 1 else ""
         bars.append(Mark(_place(index, len(groups), width), scale.y(error), f"{name}: {told}{others}", error > 0))
     step = (width - LEFT - RIGHT) / max(len(groups), 1)
-    return TensorPlot(width, scale.height, scale.ticks(), tuple(bars), round(step, 2), scale.zero, together)
+    ticks = _layer_ticks([layer_of(group[0][0]) for group in groups], [bar.x for bar in bars], width)
+    return TensorPlot(width, scale.height, scale.ticks(), ticks, tuple(bars), round(step, 2), scale.zero, together)

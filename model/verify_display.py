@@ -87,7 +87,9 @@ def number(value: float | str | None) -> str:
 
 
 def _show_forward(out: Console, forward: dict[str, Any]) -> None:
-    table = _table("probe", "tokens", "worst state", "relative error", "worst token", "KL mean", "top-1", "perplexity", "ours", right=6)
+    table = _table(
+        "probe", "tokens", "worst state", "relative error", "worst token", "KL mean", "top-1", "perplexity HF", "MindSpore", right=7
+    )
     for probe in forward["probes"]:
         worst = max(probe["states"], key=lambda state: float(state["relative_error"]))
         table.add_row(probe["name"], str(probe["tokens"]), worst["name"], number(worst["relative_error"]), number(worst["worst_token"]),

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tests.conftest import TinyFolder
 from tests.converter.command_line import REPOSITORY, in_process, ms_convert, refused
 from tests.model.verifying import convert, outcome, replaced, table_text, verify, write_table
-from tests.tiny_models import VARIANTS, add_derived_buffers, save_tiny
+from tests.tiny_models import VARIANTS, add_derived_buffers, as_pytorch_bin, as_v4_config, save_tiny
 
 WEIGHT_CHECKS = ["coverage", "not carried", "weights", "description"]
 LIMIT_BYTES = 300 << 20
@@ -155,6 +155,33 @@ def test_a_family_that_is_not_bundled_is_verified_with_the_table_of_the_tree(tin
     assert facts["holds"] and any("no bundled rule table serves OurForCausalLM" in note for note in facts["notes"])
 
 
+@pytest.mark.parametrize("form", ["older spelling of the config", "PyTorch files", "bfloat16", "shards"])
+def test_every_form_of_a_folder_is_run(form: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"bfloat16": {"dtype": torch.bfloat16}, "shards": {"max_shard_size": "100KB"}}.get(form, {})
+    source = save_tiny(tmp_path / "model", "llama-rope-llama3", **options)
+    {"older spelling of the config": as_v4_config, "PyTorch files": as_pytorch_bin}.get(form, lambda _: None)(source)
+    facts = verify(source, convert(source, tmp_path / "slices", "--tp", 2, "--pp", 2), "--forward")
+    assert facts["holds"] and facts["forward"]["threshold"]["dtype"] == "float32"
+    assert all(state["relative_error"] < 3e-5 for state in facts["forward"]["states"])
+
+
+def test_no_code_of_the_folder_runs(tmp_path: Path) -> None:
+    """`auto_map` names Python files that a library may run if it is told to trust them."""
+    source = save_tiny(tmp_path / "model", "llama-gqa", tokenizer=True)
+    mark = tmp_path / "ran"
+    (source / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Evil: pass\n", encoding="utf-8")
+    for name, key in (("config.json", "AutoModelForCausalLM"), ("tokenizer_config.json", "AutoTokenizer")):
+        content = json.loads((source / name).read_text(encoding="utf-8"))
+        content["auto_map"] = {"AutoConfig": "evil.Evil", key: ["evil.Evil", "evil.Evil"]}
+        (source / name).write_text(json.dumps(content), encoding="utf-8")
+    ran = ms_convert("verify", source, convert(tiny_llama(tmp_path), tmp_path / "slices"), "--forward")
+    assert ran.code in (0, 1) and not mark.exists()
+
+
+def tiny_llama(folder: Path) -> Path:
+    return save_tiny(folder / "plain", "llama-gqa")
+
+
 # --- the command ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +207,17 @@ def test_a_model_without_a_head_has_no_continuation_to_compare(tiny_folder: Tiny
     facts = verify(source, convert(source, tmp_path / "slices"), "--generate", 4)
     assert facts["failed"] == ["forward"]
     assert "no language model head" in next(check["summary"] for check in facts["checks"] if check["name"] == "forward")
+
+
+@pytest.mark.parametrize("package", ["mindspore", "torch", "transformers"])
+def test_a_package_that_a_forward_pass_lacks_is_named(package: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    source = tiny_folder("llama-gqa")
+    slices = convert(source, tmp_path / "slices")
+    code = f"import sys; sys.modules[{package!r}] = None; from converter.cli import run; sys.exit(run(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "verify", str(source), str(slices), "--forward"]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and f"a forward pass needs {package}, which is not installed" in ran.stderr
+    assert "pip install 'ms-convert[mindspore,hf]'" in ran.stderr
 
 
 def test_the_terminal_says_what_holds_and_the_verdict_last(tiny_folder: TinyFolder, tmp_path: Path) -> None:
