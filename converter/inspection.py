@@ -43,7 +43,7 @@ def _inspect_hf_folder(path: Path) -> dict[str, Any]:
         "path": str(path), "kind": "Hugging Face folder", "form": folder.form.name,
         "files": [{"name": file.name, "bytes": file.size, "tensors": len(file.tensors)} for file in folder.files],
         "side_files": [side.name for side in folder.side_files], "left": [name for name, _ in folder.left],
-        "architectures": folder.config.get("architectures"),
+        "architectures": _texts(folder.config.get("architectures")),
     }  # fmt: skip
     try:
         source = understand(folder)
@@ -51,6 +51,10 @@ def _inspect_hf_folder(path: Path) -> dict[str, Any]:
     except Refused as error:
         facts |= {"family": None, "model": None, "notes": [], "problem": str(error)}
     return facts | _tensor_facts(folder.tensors.values())
+
+
+def _texts(value: Any) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 def _inspect_rank_tree(path: Path) -> dict[str, Any]:

@@ -13,12 +13,12 @@ import xxhash
 from converter.execute import execute
 from converter.manifest import MANIFEST, SIDE_FOLDER, SideFileRecord, write_atomically
 from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
-from converter.output_folder import HF_FOLDER, FileRecord, OutputFolder, Run, finish_interrupted, missing_space
+from converter.output_folder import HF_FOLDER, FileRecord, OutputFolder, Run, finish_interrupted, missing_space, recorded_run
 from converter.plan import Plan
 from converter.plan_ms2hf import HFFolderPlan, plan_hf_folder, replicas_of
 from converter.rank_tree import RankTree, index_text, read_rank_tree, recorded_checksums
 from converter.resume import unfinished_files
-from converter.side_files import restore_side_files
+from converter.side_files import check_side_files, restore_side_files
 from converter.stored_bytes import checksum
 from converter.tensors import StoredTensor
 from mappings.errors import Problem, Refused
@@ -68,12 +68,19 @@ def restore(restoration: Restoration, output: Path, on_progress: OnProgress | No
     if finish_interrupted(output, HF_FOLDER, restoration.run) and not options.overwrite:
         outcome.notes.append("this conversion is finished already: nothing to do")
         return outcome
-    with OutputFolder(output, HF_FOLDER, restoration.run, overwrite=options.overwrite, lock_places=[0]) as folder:
+    folder = OutputFolder(output, HF_FOLDER, restoration.run, overwrite=options.overwrite, lock_places=[0])
+    folder.check()
+    check_side_files(tree.manifest.source.side_files, tree.path / SIDE_FOLDER)
+    begun = recorded_run(output) is not None
+    if not begun:  # before anything is replaced
+        check_slices(tree, restoration.planned.plan, options.workers)
+    with folder:
         remaining = unfinished_files(restoration.planned.plan.files, folder, options.workers)
         outcome.notes += folder.notes
         plan = Plan(remaining)
         missing_space(output, plan.nbytes)
-        check_slices(tree, plan, options.workers)
+        if begun:
+            check_slices(tree, plan, options.workers)
         results = execute(
             plan, output, workers=options.workers, on_progress=counted_from(restoration.planned.plan.nbytes - plan.nbytes, on_progress),
             on_file_done=lambda result: folder.record(FileRecord(result.path, result.size, dict(result.checksums))),

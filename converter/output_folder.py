@@ -74,11 +74,15 @@ class OutputFolder:
         self._lock = FolderLock(self.progress / "lock", sorted(lock_places))
         self._created = self._began = False
 
-    def __enter__(self) -> OutputFolder:
+    def check(self) -> None:
+        """Raises Refused when the folder is somebody else's. Changes nothing; done again on entering."""
         self._created = not self.path.exists()
         if not self._created and not self.path.is_dir():
             raise refuse("a file, not a folder", str(self.path), "give another -o")
         self._refuse_foreign()
+
+    def __enter__(self) -> OutputFolder:
+        self.check()
         self._lock.open()
         try:
             with self._lock.gate():

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
 from converter.hf_folder import SideFile, check_inside
 from converter.manifest import SideFileRecord
-from mappings.errors import Problem, Refused
+from converter.partial_files import SUFFIX
+from mappings.errors import Problem, Refused, refuse
 
 BLOCK_BYTES = 1 << 20
+_MEND = "restore it, or run hf2ms again"
 
 
 def copy_side_files(files: Iterable[SideFile], target: Path) -> tuple[SideFileRecord, ...]:
@@ -20,31 +23,48 @@ def copy_side_files(files: Iterable[SideFile], target: Path) -> tuple[SideFileRe
     return tuple(_copy(file.path, target, file.name) for file in files)
 
 
-def restore_side_files(records: Iterable[SideFileRecord], source: Path, target: Path) -> None:
-    """Copy recorded files from `source` to `target`. Raises Refused, naming each that is missing or not as recorded."""
+def check_side_files(records: Iterable[SideFileRecord], source: Path) -> None:
+    """Raises Refused, naming each recorded file that is missing in `source` or not as recorded."""
     problems = []
     for record in records:
         path = source / record.name
         if not path.is_file():
-            problems.append(Problem("missing", f"{source.name}/{record.name}", "restore it, or run hf2ms again"))
+            problems.append(Problem("missing", f"{source.name}/{record.name}", _MEND))
             continue
         check_inside(path, source)
-        copied = _copy(path, target, record.name)
-        if copied != record:
-            problems.append(Problem("not as the manifest recorded it", f"{source.name}/{record.name}", "restore it, or run hf2ms again"))
+        if _copied(path, record.name) != record:
+            problems.append(Problem("not as the manifest recorded it", f"{source.name}/{record.name}", _MEND))
     if problems:
-        raise Refused("the side files do not agree with the manifest", problems)
+        raise Refused("the side files do not agree with the manifest", problems[:40])
 
 
-def _copy(path: Path, folder: Path, name: str) -> SideFileRecord:
+def restore_side_files(records: Iterable[SideFileRecord], source: Path, target: Path) -> None:
+    """Copy recorded files from `source` to `target`. Raises Refused for one that is not as recorded; it does not appear in `target`."""
+    for record in records:
+        check_inside(source / record.name, source)
+        _copy(source / record.name, target, record.name, record)
+
+
+def _copy(path: Path, folder: Path, name: str, expected: SideFileRecord | None = None) -> SideFileRecord:
     place = folder / name
     place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.with_name(place.name + ".partial")
+    temporary = place.with_name(place.name + SUFFIX)
+    with open(temporary, "wb") as writer:
+        copied = _copied(path, name, writer)
+    if expected is not None and copied != expected:
+        temporary.unlink()
+        raise refuse("not as the manifest recorded it", str(path), _MEND)
+    os.replace(temporary, place)
+    return copied
+
+
+def _copied(path: Path, name: str, writer: BinaryIO | None = None) -> SideFileRecord:
+    """The record of a file as it is now; it is copied to `writer` on the way."""
     digest, size = xxhash.xxh3_64(), 0
-    with open(path, "rb") as reader, open(temporary, "wb") as writer:
+    with open(path, "rb") as reader:
         while block := reader.read(BLOCK_BYTES):
             digest.update(block)
-            writer.write(block)
             size += len(block)
-    os.replace(temporary, place)
+            if writer is not None:
+                writer.write(block)
     return SideFileRecord(name, size, digest.hexdigest())
