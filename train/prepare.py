@@ -16,6 +16,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -299,6 +300,9 @@ def _run(work: Callable[..., T], jobs: dict[int, tuple[Any, ...]], preparation: 
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield futures[future], future.result()
+        except BrokenProcessPool as error:
+            mend = "use fewer --workers, and run the same command again; it continues"
+            raise refuse("a worker was ended from outside, perhaps for want of memory", "", mend) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

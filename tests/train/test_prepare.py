@@ -181,6 +181,17 @@ def test_a_run_that_is_stopped_at_once_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def _is_killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_told_apart_from_a_defect(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+    preparation = plan_preparation(options(corpus, tokenizer, tmp_path / "out", workers=2))
+    with pytest.raises(Refused, match="ended from outside"):
+        list(prepare._run(_is_killed, {0: (), 1: ()}, preparation))
+
+
 def test_a_finished_data_set_is_left_alone_or_replaced_on_request(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
     chosen = options(corpus, tokenizer, tmp_path / "out")
     index = run(chosen).index

@@ -149,6 +149,24 @@ def test_the_launcher_draws_its_bar_from_new_metrics_only() -> None:
     assert not_finite is not None and math.isnan(not_finite.loss)
 
 
+def test_on_a_terminal_the_launcher_shows_the_log_above_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Console(force_terminal=True, width=160, record=True)
+    monkeypatch.setattr(progress, "console", lambda: terminal)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    config = config_with(tmp_path, watch__folder=str(tmp_path / "watch"), train__steps=4)
+    display = LaunchDisplay(config)
+    display.line("loading the model")
+    display.line("step 1/4  which the bar shows")
+    file = MetricsFile(tmp_path / "watch", first_step=0)
+    for step in range(2):
+        file.write(replace(STEP, step=step, loss=7.5 - step).facts())
+        display.poll()
+    file.close()
+    display.close()
+    shown = terminal.export_text()
+    assert "loading the model" in shown and "which the bar shows" not in shown and "50%" in shown and "loss 6.50000" in shown
+
+
 def test_the_launcher_passes_a_log_on_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     display = LaunchDisplay(config_with(tmp_path))
     display.line("step 1/2 and all")
