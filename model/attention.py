@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from model.config import ModelConfig
 from model.linear import ColumnParallelLinear, RowParallelLinear
@@ -22,7 +22,8 @@ def score_scale(config: ModelConfig, layer: int) -> float:
 class GroupedQueryAttention(nn.Cell):
     """Attention of layer `layer`. Tensor parallelism divides the heads: q, k and v by columns, o by rows.
 
-    `config` is the rank's (`local_config`). `head_dim * heads` need not be `hidden`. With `qk_norm` queries and keys are normalised per head before they are rotated.
+    `config` is the rank's (`local_config`). `head_dim * heads` need not be `hidden`. With `qk_norm` queries and keys are
+    normalised per head before they are rotated.
     """
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision, parallel: TensorParallel = SINGLE) -> None:
@@ -49,6 +50,15 @@ class GroupedQueryAttention(nn.Cell):
         self.reshape = ops.Reshape()
         self.heads_first = ops.Transpose()
         self.heads_last = ops.Transpose()
+
+    def partial_parameters(self) -> list[Parameter]:
+        """What every rank holds whole and uses for its own heads only: a gradient is the sum of the tensor-parallel ranks'."""
+        return [norm.gamma for norm in (self.q_norm, self.k_norm) if norm is not None]
+
+    def key_value_parameters(self) -> list[Parameter]:
+        """What ranks that share a KV head hold alike, each using it for its own query heads: a gradient is the sum of theirs."""
+        found = [self.k_proj.weight, self.k_proj.bias, self.v_proj.weight, self.v_proj.bias]
+        return [parameter for parameter in found if parameter is not None]
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[batch, seq, n * head_dim] -> [batch, seq, n, head_dim]."""

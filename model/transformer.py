@@ -45,7 +45,11 @@ class TransformerLayers(nn.CellList):
         self, config: ModelConfig, precision: Precision, parallel: TensorParallel = SINGLE, numbers: Sequence[int] | None = None
     ) -> None:
         numbers = range(config.layers) if numbers is None else numbers
-        layers = [TransformerLayer(config, number, precision, parallel) for number in numbers]
-        for number, layer in zip(numbers, layers, strict=True):
-            layer.update_parameters_name(f"{number}.")
-        super().__init__(layers, auto_prefix=False)
+        super().__init__()
+        for number in numbers:
+            self.insert_child_to_cell(str(number), TransformerLayer(config, number, precision, parallel))
+
+    def __getitem__(self, index: int) -> TransformerLayer:
+        """The layer at a place of this stage, from 0; CellList would look for it under its number, which is the whole model's."""
+        layer: TransformerLayer = list(self.cells())[index]
+        return layer

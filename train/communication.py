@@ -1,0 +1,164 @@
+"""Who talks to whom: communication groups from the layout, and point to point between pipeline stages, whatever the backend has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.communication import create_group
+
+from converter.layout import Coordinates, ParallelLayout
+from mappings.errors import refuse
+from model.ops import on_ascend
+from model.parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate, in order. A group of one has no name: nothing needs to be said."""
+
+    ranks: tuple[int, ...]
+    name: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one rank.
+
+    tensor: the ranks that share its layers. data: those that hold the same slices. model: all of its data-parallel replica, tensor and
+    pipeline. previous, next: itself and its neighbour in the pipeline. ends: first and last stage, which share a tied embedding.
+    kv_replicas: the tensor-parallel ranks that hold the same KV heads. None: it has no such partner.
+    """
+
+    place: Coordinates
+    world: Group
+    tensor: Group
+    data: Group
+    model: Group
+    kv_replicas: Group
+    previous: Group | None
+    next: Group | None
+    ends: Group | None
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        return TensorParallel(self.tensor.size, self.place.tensor, self.tensor.name)
+
+
+def make_groups(layout: ParallelLayout, rank: int, kv_heads: int) -> Groups:
+    """The groups of a rank. Every rank calls this, after `init()` if there are several. Groups are numbered as ParallelLayout numbers ranks:
+    pipeline outermost, then data, tensor innermost.
+    """
+    place = layout.coordinates(rank)
+    stages, data, tensor = range(layout.pp), range(layout.dp), range(layout.tp)
+    replicas = max(1, layout.tp // kv_heads)
+    same_kv = range(place.tensor // replicas * replicas, (place.tensor // replicas + 1) * replicas)
+
+    def column(stage: int) -> int:
+        return layout.rank(stage, place.data, place.tensor)
+
+    def pair(first: int, second: int) -> Group:
+        return _group(layout, [column(first), column(second)])
+
+    return Groups(
+        place,
+        _group(layout, list(range(layout.ranks))),
+        _group(layout, [layout.rank(place.stage, place.data, index) for index in tensor]),
+        _group(layout, [layout.rank(place.stage, index, place.tensor) for index in data]),
+        _group(layout, [layout.rank(stage, place.data, index) for stage in stages for index in tensor]),
+        _group(layout, [layout.rank(place.stage, place.data, index) for index in same_kv]),
+        pair(place.stage - 1, place.stage) if place.stage > 0 else None,
+        pair(place.stage, place.stage + 1) if place.stage < layout.pp - 1 else None,
+        pair(0, layout.pp - 1) if layout.pp > 1 and place.stage in (0, layout.pp - 1) else None,
+    )
+
+
+_created: set[str] = set()
+
+
+def _group(layout: ParallelLayout, ranks: list[int]) -> Group:
+    """The group of these ranks, made in the backend once: two roles with the same ranks share one."""
+    if len(ranks) == 1:
+        return Group(tuple(ranks))
+    if len(ranks) == layout.ranks:
+        return Group(tuple(ranks), "hccl_world_group" if on_ascend() else "mccl_world_group")
+    name = "ranks-" + "-".join(map(str, ranks))
+    if name not in _created:
+        create_group(name, ranks)
+        _created.add(name)
+    return Group(tuple(ranks), name)
+
+
+class GroupSum(nn.Cell):
+    """Sum over a group; what a group of one holds is the sum already."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.all_reduce = ops.AllReduce(ops.ReduceOp.SUM, group.name) if group.size > 1 else None
+
+    def construct(self, x: Tensor) -> Tensor:
+        """x, of one shape on every rank -> the sum on every rank."""
+        return x if self.all_reduce is None else self.all_reduce(x)
+
+
+class PointToPoint:
+    """One rank's end of the connection to a neighbour: each `send` there meets a `receive` here, in the same order.
+
+    On Ascend the backend's Send and Receive. MindSpore's CPU backend has neither: there both ends sum over their group of two, the receiver
+    adding zeros, which changes no value.
+    """
+
+    def __init__(self, group: Group, rank: int) -> None:
+        (self.peer,) = (other for other in group.ranks if other != rank)
+        self._group = group
+        self._sum = GroupSum(group)
+        self._send: nn.Cell | None = None
+        self._receive: dict[tuple[tuple[int, ...], str], nn.Cell] = {}
+
+    def send(self, x: Tensor) -> None:
+        """Send x to the peer."""
+        if not on_ascend():
+            self._sum(x)
+            return
+        if self._send is None:
+            self._send = _Send(self.peer, self._group.name)
+        self._send(x)
+
+    def receive(self, shape: tuple[int, ...], dtype: ms.Type) -> Tensor:
+        """What the peer sends, which has this shape and type."""
+        if not on_ascend():
+            return self._sum(ops.zeros(shape, dtype))
+        key = (shape, str(dtype))
+        if key not in self._receive:
+            self._receive[key] = _Receive(self.peer, shape, dtype, self._group.name)
+        return self._receive[key]()
+
+
+class _Send(nn.Cell):
+    def __init__(self, peer: int, group: str) -> None:
+        super().__init__()
+        self.transfer = ops.Send(sr_tag=0, dest_rank=peer, group=group)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.depend(x, self.transfer(x))
+
+
+class _Receive(nn.Cell):
+    def __init__(self, peer: int, shape: tuple[int, ...], dtype: ms.Type, group: str) -> None:
+        super().__init__()
+        self.transfer = ops.Receive(sr_tag=0, src_rank=peer, shape=list(shape), dtype=dtype, group=group)
+
+    def construct(self) -> Tensor:
+        return self.transfer()
+
+
+def check_rank(layout: ParallelLayout, rank: int, ranks: int) -> None:
+    """Raises Refused when the processes that run are not the layout's."""
+    if ranks != layout.ranks or not 0 <= rank < ranks:
+        what = f"rank {rank} of {ranks}, but tp {layout.tp} x pp {layout.pp} x dp {layout.dp} is {layout.ranks} ranks"
+        raise refuse(what, "parallel", "start it with `ms-train launch`")
