@@ -191,6 +191,7 @@ def test_run_under_msrun_checks_the_number_of_ranks(config: Path, trained: list[
 @pytest.mark.slow
 def test_a_rank_that_refuses_is_shown_by_the_launcher(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "load_checked", lambda path, overrides, ranks: load_config(path, overrides))  # in the launcher only
+    monkeypatch.setattr(commands, "notes_on", lambda config: iter(()))
     ran = ms_train("launch", "--tp", 2, config, "--set", "model.path=nowhere")
     assert ran.code == 1 and re.search(r"refused: rank [01] failed", ran.err), ran.err
     assert "nowhere" in ran.err and "exit code 1" in ran.err and "all logs are in" in ran.err
