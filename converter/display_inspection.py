@@ -56,7 +56,8 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("finished", ", ".join(facts["finished_files"]) or "none yet"))
     if "elements" in facts:
         dtypes = ", ".join(f"{size(count)} {dtype}" for dtype, count in facts["bytes_by_dtype"].items())
-        lines.append(("tensors", f"{len(facts['tensors'])}, {facts['elements']:,} elements ({dtypes})"))
+        which = " on the first rank of each stage" if "layout" in facts else ""
+        lines.append(("tensors", f"{len(facts['tensors'])}, {facts['elements']:,} elements ({dtypes}){which}"))
     lines += [("note", note) for note in facts.get("notes", [])]
     if facts.get("problem"):
         lines.append(("problem", facts["problem"]))

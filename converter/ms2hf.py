@@ -88,6 +88,8 @@ def restore(restoration: Restoration, output: Path, on_progress: OnProgress | No
         )  # fmt: skip
         outcome.files, outcome.bytes_written = len(results), sum(result.size for result in results)
         _finish(restoration, folder)
+    if options.dtype != "original":
+        outcome.notes.append(f"the weights are {options.dtype}; config.json came back as it was, mend its dtype by hand")
     return outcome
 
 

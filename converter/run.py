@@ -62,5 +62,5 @@ def _tell(outcome: Outcome, seconds: float, facts: dict[str, Any], as_json: bool
     if outcome.finished:
         out.print(f"[bold green]done[/]  {printable(str(outcome.output))}   next: {printable(next_step)}")
     else:
-        missing = ranges(list(outcome.missing_ranks))
-        out.print(f"[bold yellow]not finished[/]  {printable(str(outcome.output))}: ranks {missing} are still to be written (--ranks)")
+        missing = f"rank{'s' if len(outcome.missing_ranks) > 1 else ''} {ranges(list(outcome.missing_ranks))}"
+        out.print(f"[bold yellow]not finished[/]  {printable(str(outcome.output))}: still to be written: {missing} (--ranks)")

@@ -172,11 +172,11 @@ def test_ranks_written_one_part_after_the_other_complete_the_manifest(tiny_folde
     options = ("--tp", 2, "--pp", 2)
     done("hf2ms", source, "-o", tmp_path / "whole", *options)
     first = ms_convert("hf2ms", source, "-o", out, *options, "--ranks", "0-1")
-    assert first.code == 0 and "not finished" in first.out and "2-3" in first.out
+    assert first.code == 0 and "not finished" in first.out and "still to be written: ranks 2-3 " in first.out
     assert not (out / "manifest.json").exists()
     assert "continue" in refused("ms2hf", out, "-o", tmp_path / "back")
     second = done("hf2ms", source, "-o", out, *options, "--ranks", "3")
-    assert "not finished" in second.out and "ranks 2 are" in second.out
+    assert "not finished" in second.out and "still to be written: rank 2 " in second.out
     facts = done("hf2ms", source, "-o", out, *options, "--ranks", "2,3", "--json").facts
     assert facts["result"]["finished"] and facts["result"]["files_written"] == 1
     assert_same_folder(tmp_path / "whole", out)
@@ -297,3 +297,24 @@ def test_a_damaged_record_of_a_file_means_that_the_file_is_written_again(tiny_fo
     second.write_text(json.dumps(record | {"path": "../../outside"}))
     done("hf2ms", source, "-o", out, "--tp", 2, "--pp", 2)
     assert_same_folder(tmp_path / "whole", out)
+
+
+@pytest.mark.parametrize("change", [3, 25, 45])
+def test_interrupted_by_the_user_it_says_so_and_the_same_command_continues(change: int, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    work = job(tmp_path, "hf2ms", tiny_folder("llama-tied"), *HF2MS)
+    process = stopped(change, *work.into(tmp_path / "out"))
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGCONT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command continues" in err and "Traceback" not in err
+    check_what_is_left(work, tmp_path / "out")
+    assert not list(tmp_path.glob("out/**/*.partial"))
+    done(*work.into(tmp_path / "out"))
+    assert_same_folder(work.whole, tmp_path / "out")
+
+
+def test_an_empty_folder_is_a_good_output(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    work = job(tmp_path, "hf2ms", tiny_folder("llama-tied"), *HF2MS)
+    (tmp_path / "out").mkdir()
+    done(*work.into(tmp_path / "out"))
+    assert_same_folder(work.whole, tmp_path / "out")

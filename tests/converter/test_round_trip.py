@@ -260,7 +260,8 @@ def test_a_cast_gives_what_torch_gives_on_either_way(name: str, source_dtype: to
     done("hf2ms", source, "-o", tmp_path / "cast", "--dtype", name, *layout(2, 2, "ckpt"))
     done("hf2ms", source, "-o", tmp_path / "kept", *layout(4, 3))
     for slices, option in (("cast", name), ("kept", name), ("cast", "original")):
-        done("ms2hf", tmp_path / slices, "-o", tmp_path / f"{slices}-{option}", "--dtype", option)
+        ran = done("ms2hf", tmp_path / slices, "-o", tmp_path / f"{slices}-{option}", "--dtype", option)
+        assert ("config.json came back as it was" in ran.out) == (option != "original")
         for key, tensor in tensors_of(tmp_path / f"{slices}-{option}").items():
             expected = tensors_of(source)[key].to(CASTS[name])
             assert same_bits(tensor, expected.to(source_dtype) if option == "original" else expected), key
