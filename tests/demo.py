@@ -55,7 +55,7 @@ def main() -> None:
 
 def run_demo(model: Path, out: Path, *, tp: int, pp: int, show_refusal: bool) -> None:
     """Converts `model` to `out`/mindspore and back to `out`/huggingface, and compares. Raises DemoFailed."""
-    ranks, back = out / "mindspore", out / "huggingface"
+    ranks, back, report = out / "mindspore", out / "huggingface", out / "report.html"
     _step(f"What {model.name} is")
     _ms_convert("inspect", model)
     if show_refusal:
@@ -70,8 +70,23 @@ def run_demo(model: Path, out: Path, *, tp: int, pp: int, show_refusal: bool) ->
     compare(model, back)
     _step("Transformers loads what came back")
     say_something(back)
-    _step("Done: the folder that came back is the folder that went in")
-    print(f"source       {_short(model)}\nMindSpore    {_short(ranks)}\nand back     {_short(back)}")
+    _step("The MindSpore model against Transformers, layer by layer")
+    checks: list[str | int] = ["--forward"] if _fits_in_memory(model) else []
+    if not checks:
+        print("the model in float32 does not fit in this machine's memory: only its bits are compared here")
+    elif show_refusal:
+        checks += ["--generate", 32]
+    _ms_convert("verify", model, ranks, *checks, "--report", report)
+    _step("Done: the folder that came back is the folder that went in" + (", and both models compute the same" if checks else ""))
+    print(
+        f"source       {_short(model)}\nMindSpore    {_short(ranks)}\nand back     {_short(back)}\nreport       {_short(report)}: VERIFIED"
+    )
+
+
+def _fits_in_memory(model: Path) -> bool:
+    """Whether the model in float32, with room to compute, fits in this machine's memory."""
+    elements = sum(tensor().numel() for _, tensor in _tensors(model))
+    return 3 * 4 * int(elements) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def compare(source: Path, back: Path) -> None:
