@@ -57,10 +57,12 @@ EXACT = "every weight is exact and both sides compute in float32, so that only t
 ROUNDED = "the conversion rounded the weights to {} significant bits; both sides compute in float32"
 THRESHOLDS = {
     "float32": Threshold("float32", 1e-4, 1.0, EXACT),
-    "float16": Threshold("float16", 2e-2, 0.98, ROUNDED.format(11)),
-    "bfloat16": Threshold("bfloat16", 1e-1, 0.90, ROUNDED.format(8)),
+    "float16": Threshold("float16", 1e-2, 0.98, ROUNDED.format(11)),
+    "bfloat16": Threshold("bfloat16", 5e-2, 0.90, ROUNDED.format(8)),
 }
-"""By the type that the weights were rounded to; "float32" where they were not."""
+"""By the type that the weights were rounded to; "float32" where they were not. On SmolLM2 (30 layers) the worst relative errors were 2e-5,
+2e-3 and 1e-2; a wrong rule table gives 1e-1 and more.
+"""
 
 
 @dataclass(frozen=True)
