@@ -8,7 +8,7 @@ from mindspore import Tensor, nn, ops
 
 from model.config import ModelConfig
 from model.ops import LOWEST, exponential_type
-from model.parallel import SINGLE, TensorParallel
+from model.parallel import SINGLE, GatherRanks, TensorParallel
 
 IGNORED = -100
 """The label of a position that predicts nothing, as in Transformers."""
@@ -18,7 +18,7 @@ class VocabParallelCrossEntropy(nn.Cell):
     """-log softmax(logits)[label], in float32, summed over the positions that have a label.
 
     No rank sees all logits: the ranks exchange the maximum, the sum of exponentials and the label's logit of each position (Megatron-LM,
-    arXiv:1909.08053, section 3). Rows past the true vocabulary have no part in the softmax. The maximum goes through AllGather, since
+    arXiv:1909.08053, section 3). Rows past the true vocabulary have no part in the softmax. The maximum goes through a gather, since
     MindSpore's CPU collectives have no AllReduce(max).
     """
 
@@ -30,8 +30,7 @@ class VocabParallelCrossEntropy(nn.Cell):
         self.divided = parallel.size > 1
         is_padding = np.arange(self.first_row, self.first_row + rows) >= config.vocab
         self.padding = Tensor(np.where(is_padding, np.float32(LOWEST), np.float32(0))) if is_padding.any() else None
-        self.gather_ranks = ops.AllGather(parallel.group) if self.divided else None
-        self.ranks = parallel.size
+        self.gather_ranks = GatherRanks(parallel.size, parallel.rank, parallel.group) if self.divided else None
         self.sum_ranks = parallel.reduce()
         self.wide = exponential_type()
         self.cast = ops.Cast()
@@ -46,8 +45,7 @@ class VocabParallelCrossEntropy(nn.Cell):
         local = ops.stop_gradient(self.max(logits, -1))
         if self.gather_ranks is None:
             return local
-        every = ops.reshape(self.gather_ranks(local), (self.ranks, -1, 1))
-        return ops.stop_gradient(ops.ReduceMax()(every, 0))
+        return ops.stop_gradient(ops.ReduceMax()(self.gather_ranks(ops.expand_dims(local, 0)), 0))
 
     def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [batch, seq, the rank's rows], labels [batch, seq] int32, IGNORED or in [0, vocab) -> the sum, a float32 scalar."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from model.config import ModelConfig
@@ -67,6 +68,28 @@ class SumOverRanks(nn.Cell):
     def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
         """dout, the same on every rank -> dout."""
         return (dout,)
+
+
+class GatherRanks(nn.Cell):
+    """What every rank of a group has, in the order of the ranks.
+
+    MindSpore's CPU backend has AllGather for all ranks only. There each rank adds its part to a sum in which the others have zeros: negative
+    ones, since -0 + x is x for every x, and 0 + -0 is not.
+    """
+
+    def __init__(self, ranks: int, rank: int, group: str) -> None:
+        super().__init__()
+        self.before, self.after = rank, ranks - 1 - rank
+        on_cpu = ms.get_context("device_target") == "CPU"
+        self.all_gather = None if on_cpu else ops.AllGather(group)
+        self.all_reduce = ops.AllReduce(ops.ReduceOp.SUM, group) if on_cpu else None
+
+    def construct(self, x: Tensor) -> Tensor:
+        """x [1, ...] -> [ranks, ...]."""
+        if self.all_gather is not None:
+            return self.all_gather(x)
+        nothing = ops.neg(ops.zeros_like(x))
+        return self.all_reduce(ops.concat((nothing,) * self.before + (x,) + (nothing,) * self.after))
 
 
 def local_config(config: ModelConfig, size: int) -> ModelConfig:

@@ -24,7 +24,8 @@ class TransformerLayer(nn.Cell):
         self.attention = GroupedQueryAttention(config, layer, precision, parallel)
         self.mlp_norm = hidden_norm(config, precision)
         self.mlp = mlp(config, precision, parallel)
-        self.dropout = nn.Dropout(p=config.hidden_dropout)
+        self.attention_dropout = nn.Dropout(p=config.hidden_dropout)
+        self.mlp_dropout = nn.Dropout(p=config.hidden_dropout)
         self.add = ops.Add()
 
     def construct(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
@@ -32,10 +33,10 @@ class TransformerLayer(nn.Cell):
         -> [batch, seq, hidden].
         """
         if self.pre_norm:
-            x = self.add(x, self.dropout(self.attention(self.attention_norm(x), cos, sin, padding)))
-            return self.add(x, self.dropout(self.mlp(self.mlp_norm(x))))
-        x = self.attention_norm(self.add(x, self.dropout(self.attention(x, cos, sin, padding))))
-        return self.mlp_norm(self.add(x, self.dropout(self.mlp(x))))
+            x = self.add(x, self.attention_dropout(self.attention(self.attention_norm(x), cos, sin, padding)))
+            return self.add(x, self.mlp_dropout(self.mlp(self.mlp_norm(x))))
+        x = self.attention_norm(self.add(x, self.attention_dropout(self.attention(x, cos, sin, padding))))
+        return self.mlp_norm(self.add(x, self.mlp_dropout(self.mlp(x))))
 
 
 class TransformerLayers(nn.CellList):

@@ -110,7 +110,7 @@ class PointToPoint:
     """One rank's end of the connection to a neighbour: each `send` there meets a `receive` here, in the same order.
 
     On Ascend the backend's Send and Receive. MindSpore's CPU backend has neither: there both ends sum over their group of two, the receiver
-    adding zeros, which changes no value.
+    adding negative zeros, which changes no value.
     """
 
     def __init__(self, group: Group, rank: int) -> None:
@@ -132,7 +132,7 @@ class PointToPoint:
     def receive(self, shape: tuple[int, ...], dtype: ms.Type) -> Tensor:
         """What the peer sends, which has this shape and type."""
         if not on_ascend():
-            return self._sum(ops.zeros(shape, dtype))
+            return self._sum(ops.neg(ops.zeros(shape, dtype)))
         key = (shape, str(dtype))
         if key not in self._receive:
             self._receive[key] = _Receive(self.peer, shape, dtype, self._group.name)

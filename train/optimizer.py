@@ -19,6 +19,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from model.parallel import GatherRanks
 from train.communication import Group
 
 
@@ -87,7 +88,7 @@ class AdamW(nn.Cell):
         self.v = ParameterTuple([self._zeros("adam_v", target, parameter) for target, parameter in zip(self.targets, parameters)])
         self.decayed = tuple(decays(parameter) for parameter in parameters)
         self.update = ops.AdamWeightDecay()
-        self.gather = ops.AllGather(data.name) if ranks > 1 and any(self.parts) else None
+        self.gather = GatherRanks(ranks, data_rank, data.name) if ranks > 1 and any(self.parts) else None
         self.none = Tensor(0.0, ms.float32)
         self.beta1, self.beta2 = Tensor(settings.beta1, ms.float32), Tensor(settings.beta2, ms.float32)
 

@@ -10,6 +10,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 
 from model.stage import DecoderStage
 from train.communication import Groups, PointToPoint
+from train.dropout import DropoutKey
 from train.pipeline_order import one_forward_one_backward
 
 Gradients = tuple[Tensor, ...]
@@ -94,6 +95,8 @@ class Pipeline:
         self._finish = LossAndGradients(stage, self.weights) if stage.last else None
         self._backward = None if stage.last else StageGradients(stage, self.weights)
         self._add = AddGradients()
+        self.dropout: DropoutKey | None = None
+        self._newest: Tensor | None = None
 
     def run(self, micro_batches: Sequence[MicroBatch], factor: Tensor) -> tuple[Gradients, float]:
         """Gradients, in the order of `weights`, of `factor` times the summed loss of these micro-batches, and that loss.
@@ -116,14 +119,17 @@ class Pipeline:
             elif event.action == "forward":
                 inputs.setdefault(index, batch.ids)
                 if self._finish is None:
-                    outputs[index] = self.stage(inputs[index])
+                    self._choose_dropout(index)
+                    outputs[index] = self._newest = self.stage(inputs[index])
             elif event.action == "send_forward":
                 self._send(self._next, outputs.pop(index))
             elif event.action == "receive_backward":
                 arriving[index] = self._receive(self._next, batch)
             elif event.action == "backward":
+                self._choose_dropout(index)
                 loss, towards_input, found = self._go_back(inputs.pop(index), batch, arriving.pop(index, None), factor)
                 losses += loss
+                self._newest = found[0]
                 total = found if total is None else self._add(ms.mutable(total), ms.mutable(found))
                 if towards_input:
                     leaving[index] = towards_input[0]
@@ -142,6 +148,13 @@ class Pipeline:
             else:
                 self._send(self._next, self.stage(x))
         return total
+
+    def _choose_dropout(self, micro_batch: int) -> None:
+        """The same for the forward pass of a micro-batch and for the one that its backward pass repeats."""
+        if self.dropout is not None:
+            if self._newest is not None:
+                self._newest.asnumpy()  # waits for whatever may still read the key of the micro-batch before
+            self.dropout.choose(micro_batch)
 
     def _go_back(
         self, x: Tensor, batch: MicroBatch, arrived: Tensor | None, factor: Tensor

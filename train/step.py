@@ -30,7 +30,9 @@ ROUNDING = {"float16": np.float16, "float32": np.float32}
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step depends on besides its batch. `clip_norm` 0 means no clipping."""
+    """What a step depends on besides its batch. `clip_norm` 0 means no clipping, `recompute_every` k that the activations of every
+    k-th layer are kept and the others' computed again; 0 keeps all.
+    """
 
     micro_batches: int = 1
     clip_norm: float = 1.0
@@ -38,13 +40,14 @@ class StepSettings:
     optimizer_sharding: bool = False
     parameters: FloatType = "float32"
     compute: FloatType = "float32"
+    recompute_every: int = 0
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What every rank knows after a step. `loss` is the mean over the tokens of the global batch, before the update; `norm` that of the gradient
-    before clipping. `overflow`: the loss scale was too large, and nothing was updated. `finite`: loss and norm are numbers, overflow aside.
-    `stop`: some rank was asked to stop.
+    before clipping. `overflow`: the loss scale was too large, and nothing was updated. `finite`: loss and norm are numbers, overflow aside;
+    where they are not, `culprits` are the ranks whose own gradients are not. `stop`: some rank was asked to stop.
     """
 
     loss: float
@@ -53,6 +56,7 @@ class StepResult:
     overflow: bool
     finite: bool
     stop: bool
+    culprits: tuple[int, ...] = ()
 
 
 def labels_of(ids: Tokens, mask: Tokens | None) -> tuple[Tokens, Tokens]:
@@ -68,9 +72,13 @@ class Trainer:
         self.start, self.groups, self.settings = start, groups, settings
         self.scale = scale or LossScale()
         self.updates = 0
+        self.steps = 0
         rank = groups.place.rank
         self.stage = build_stage(start.model, start.stage(rank), groups.tensor_parallel, settings.parameters, settings.compute)
         masters = load_weights(self.stage, start.parameters(rank), settings.parameters)
+        for place, layer in enumerate(self.stage.layers):
+            if settings.recompute_every and place % settings.recompute_every:
+                layer.recompute()
         self.pipeline = Pipeline(self.stage, groups)
         weights = list(self.pipeline.weights)
         counted = start.counted(rank)
@@ -86,10 +94,13 @@ class Trainer:
         """
         expected = ids.size * self.groups.data.size  # keeps the scaled loss of a micro-batch in float16's range; corrected below
         factor = Tensor(self.scale.scale / expected, ms.float32)
-        gradients, loss = self.pipeline.run(self._micro_batches(ids, labels), factor)
+        if self.pipeline.dropout is not None:
+            self.pipeline.dropout.begin(self.steps)
+        self.steps += 1
+        own, loss = self.pipeline.run(self._micro_batches(ids, labels), factor)
         loss, tokens, asked = self._totals(loss, labels, stop)
         correction = expected / (max(tokens, 1) * self.scale.scale)
-        gradients, norm_tensor = self._synchronize(ms.mutable(gradients), Tensor(correction, ms.float32))
+        gradients, norm_tensor = self._synchronize(ms.mutable(own), Tensor(correction, ms.float32))
         norm = float(norm_tensor.asnumpy())
         overflow = self.scale.dynamic and not math.isfinite(norm) and math.isfinite(loss)
         finite = math.isfinite(loss) and (overflow or math.isfinite(norm))
@@ -99,7 +110,7 @@ class Trainer:
             clipping = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
             self.updates += 1
             self.optimizer.step(gradients, correction * clipping, learning_rate, self.updates)
-        return StepResult(loss, norm, tokens, overflow, finite, asked)
+        return StepResult(loss, norm, tokens, overflow, finite, asked, () if finite or overflow else self._culprits(own))
 
     def evaluate(self, batches: Sequence[tuple[Tokens, Tokens]]) -> float:
         """The mean loss over all labelled tokens of these batches, (ids, labels) of this data-parallel rank each, without dropout."""
@@ -122,6 +133,13 @@ class Trainer:
         count = self.settings.micro_batches
         parts = zip(np.split(ids, count), np.split(labels, count), strict=True)
         return [MicroBatch(Tensor(part, ms.int32), Tensor(target, ms.int32)) for part, target in parts]
+
+    def _culprits(self, gradients: Sequence[Tensor]) -> tuple[int, ...]:
+        """The ranks that have a value that is not finite in their own gradients."""
+        world, place = self.groups.world, self.groups.place
+        flags = np.zeros(world.size, np.float32)
+        flags[place.rank] = not all(np.isfinite(gradient.float().asnumpy()).all() for gradient in gradients)
+        return tuple(int(rank) for rank in np.flatnonzero(self._sum_world(Tensor(flags)).asnumpy()))
 
     def _agree_on_token(self) -> int:
         """A random number below 2^20, the same on every rank: two runs with equal settings get different ones."""

@@ -11,12 +11,13 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from converter.records import decode
-from model.precision import FloatType
+
+FloatType = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,200 @@
+"""A training run on one rank, from its start or a checkpoint to its last step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import mindspore as ms
+from mindspore.communication import get_group_size, get_rank, init
+
+from mappings.errors import Refused
+from model.config import ModelConfig
+from train.checkpoint import latest_checkpoint, resume, save_checkpoint
+from train.communication import Groups, check_rank, make_groups
+from train.config import ModelSettings, TrainConfig
+from train.data_index import read_index
+from train.dropout import attach_dropout
+from train.loader import SequenceLoader, open_loader, validation_batches
+from train.loss_scale import LossScale
+from train.metrics import StepMetrics
+from train.model_source import read_model_source
+from train.optimizer import AdamWSettings
+from train.schedule import learning_rate
+from train.start import Start, read_start
+from train.step import StepSettings, Trainer, labels_of
+from train.training_state import Progress, Schedule, differences
+from train.watch import Watch, profiled
+
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+
+
+def run(config: TrainConfig) -> int:
+    """Train as this process's rank: of the job that msrun started, or alone. The config was checked (train/config_checks.py).
+
+    Returns:
+        The process's exit code: 0; 143 when a run without msrun was asked to end and has saved. (Under msrun that is 0, and the launcher
+        knows that it asked.)
+
+    Raises:
+        Refused: for a start that does not fit, and for a loss or gradient that is not finite.
+    """
+    rank, ranks = _join(config)
+    with _asked_to_stop() as asked:
+        run_of_rank = _prepare(config, rank, ranks)
+        try:
+            with profiled(config, rank):
+                stopped = _train(run_of_rank, asked)
+        finally:
+            run_of_rank.watch.close()
+    return ENDED_BY_SIGTERM if stopped and "MS_ROLE" not in os.environ else 0
+
+
+@dataclass
+class _Run:
+    """Everything that a run on one rank needs. `progress` is where it stands."""
+
+    config: TrainConfig
+    trainer: Trainer
+    loader: SequenceLoader
+    watch: Watch
+    progress: Progress
+
+
+def _join(config: TrainConfig) -> tuple[int, int]:
+    """Set MindSpore up and join the other ranks; seeds come after, for `init` may reset them. -> this rank, number of ranks."""
+    ms.set_device({"cpu": "CPU", "ascend": "Ascend"}[config.launch.device])
+    ms.set_context(mode={"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}[config.train.mode])
+    rank, ranks = 0, 1
+    if config.ranks > 1:
+        init()
+        rank, ranks = get_rank(), get_group_size()
+    ms.set_seed(config.train.seed)
+    return rank, ranks
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """Collects SIGTERM instead of dying of it."""
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _prepare(config: TrainConfig, rank: int, ranks: int) -> _Run:
+    checkpoint = latest_checkpoint(Path(config.checkpoint.folder)) if config.checkpoint.resume else None
+    settings = config.model if checkpoint is None else ModelSettings(str(checkpoint))
+    start = read_start(read_model_source(settings), config.parallel)
+    check_rank(start.layout, rank, ranks)
+    start = replace(start, model=_with_dropout(start.model, config.train.dropout))
+    groups = make_groups(start.layout, rank, start.model.kv_heads)
+    trainer = Trainer(start, groups, step_settings(config), _loss_scale(config))
+    trainer.pipeline.dropout = attach_dropout(trainer.stage, config.train.seed, groups)
+    progress = Progress(
+        0, 0, config.train.seed, config.data.shuffle, read_index(Path(config.data.path)).digest, Schedule.of(config),
+    )  # fmt: skip
+    notes = [_origin(start)]
+    if checkpoint is not None:
+        saved = resume(trainer, checkpoint).progress
+        problems, changes = differences(saved, progress)
+        if problems:
+            raise Refused(f"{checkpoint.name} cannot be continued so", problems)
+        progress = replace(progress, step=saved.step, sample_offset=saved.sample_offset)
+        notes = [f"resumed from {checkpoint} at step {saved.step}", *changes]
+    trainer.steps = progress.step
+    loader = open_loader(config, groups.place.data, progress.sample_offset)
+    watch = Watch(config, rank, ranks, progress.step)
+    for note in notes:
+        watch.note(note)
+    return _Run(config, trainer, loader, watch, progress)
+
+
+def step_settings(config: TrainConfig) -> StepSettings:
+    """What the config says of a step."""
+    chosen = config.optimizer
+    adamw = AdamWSettings(chosen.betas[0], chosen.betas[1], chosen.eps, chosen.weight_decay)
+    return StepSettings(
+        config.parallel.micro_batches, chosen.clip_norm, adamw, config.parallel.optimizer_sharding, config.precision.kind, config.compute,
+        config.train.recompute_every,
+    )  # fmt: skip
+
+
+def _loss_scale(config: TrainConfig) -> LossScale:
+    dynamic = "float16" in (config.precision.kind, config.compute)
+    return LossScale(config.precision.loss_scale, config.precision.loss_scale_window, dynamic=True) if dynamic else LossScale()
+
+
+def _with_dropout(model: ModelConfig, probability: float | None) -> ModelConfig:
+    if probability is None:
+        return model
+    return replace(model, embedding_dropout=probability, attention_dropout=probability, hidden_dropout=probability)
+
+
+def _origin(start: Start) -> str:
+    model = start.model
+    rates = {"embedding": model.embedding_dropout, "attention": model.attention_dropout, "hidden": model.hidden_dropout}
+    dropped = ", ".join(f"{name} {rate:g}" for name, rate in rates.items() if rate)
+    return f"starts from {start.source.path} with a fresh optimizer; dropout {dropped or 'none'}"
+
+
+def _train(run_of_rank: _Run, asked: list[int]) -> bool:
+    """Every step that is left. -> whether the run was asked to stop before its end."""
+    config = run_of_rank.config
+    saved_at = run_of_rank.progress.step
+    while run_of_rank.progress.step < config.train.steps:
+        stop = _one_step(run_of_rank, bool(asked))
+        done = run_of_rank.progress.step
+        if config.watch.validate_every and done % config.watch.validate_every == 0:
+            _validate(run_of_rank)
+        if stop or done == config.train.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
+            path = _save(run_of_rank)
+            saved_at = done
+            if stop and done < config.train.steps:
+                run_of_rank.watch.note(f"asked to end: saved {path}")
+                return True
+    if saved_at != run_of_rank.progress.step:
+        _save(run_of_rank)
+    return False
+
+
+def _one_step(run_of_rank: _Run, asked: bool) -> bool:
+    config, trainer, progress = run_of_rank.config, run_of_rank.trainer, run_of_rank.progress
+    began = time.perf_counter()
+    batch = next(run_of_rank.loader)
+    rate = learning_rate(progress.step, config)
+    scale = trainer.scale
+    result = trainer.step(*labels_of(batch.ids, batch.mask), rate, asked)
+    offset = batch.offset + config.train.global_batch
+    metrics = StepMetrics(
+        progress.step, result.loss, result.norm, rate, result.tokens, time.perf_counter() - began, offset,
+        scale.scale if scale.dynamic else None, result.overflow, result.culprits,
+    )  # fmt: skip
+    run_of_rank.watch.step(metrics, batch)
+    run_of_rank.progress = replace(progress, step=progress.step + 1, sample_offset=offset)
+    return result.stop
+
+
+def _validate(run_of_rank: _Run) -> None:
+    config, trainer = run_of_rank.config, run_of_rank.trainer
+    batches = [labels_of(batch.ids, batch.mask) for batch in validation_batches(config, trainer.groups.place.data)]
+    run_of_rank.watch.validation(run_of_rank.progress.step, trainer.evaluate(batches))
+
+
+def _save(run_of_rank: _Run) -> Path:
+    settings = run_of_rank.config.checkpoint
+    return save_checkpoint(
+        run_of_rank.trainer, Path(settings.folder), run_of_rank.progress, keep=settings.keep, file_format=settings.format
+    )
