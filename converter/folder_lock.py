@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mappings.errors import refuse
 
+PROGRESS_FOLDER = ".ms-convert"  # where a run keeps its lock and its records
 _GATE = 1 << 30  # beyond every rank
 
 

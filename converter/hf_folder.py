@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from converter.folder_lock import PROGRESS_FOLDER
 from converter.safetensors_format import read_header
 from converter.tensors import StoredTensor
 from converter.torch_format import read_torch_bin
@@ -20,7 +21,7 @@ from mappings.names import fold_names
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 256 << 20
 MAX_SIDE_FILES = 20_000
-SKIPPED_FOLDERS = {".git", ".cache", "__pycache__"}
+SKIPPED_FOLDERS = {".git", ".cache", "__pycache__", PROGRESS_FOLDER}
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from converter.ckpt_format import read_ckpt
+from converter.folder_lock import PROGRESS_FOLDER
 from converter.hf_folder import read_hf_folder
 from converter.manifest import MANIFEST
-from converter.output_folder import PROGRESS_FOLDER, RUN_RECORD, finished_files, recorded_run
+from converter.output_folder import RUN_RECORD, finished_files, recorded_run
 from converter.rank_tree import read_rank_tree
 from converter.recognise import KINDS, recognise
 from converter.safetensors_format import read_header

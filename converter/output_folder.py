@@ -16,12 +16,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from converter.folder_lock import FolderLock
+from converter.folder_lock import PROGRESS_FOLDER, FolderLock
 from converter.manifest import MANIFEST, write_atomically
 from converter.records import RecordError, decode, encode
 from mappings.errors import Problem, Refused, refuse
 
-PROGRESS_FOLDER = ".ms-convert"
 RUN_RECORD = "run.json"
 MAX_RECORD_BYTES = 256 << 20
 
@@ -237,7 +236,9 @@ def remove_records(folder: Path) -> None:
     progress = folder / PROGRESS_FOLDER
     if progress.is_dir():
         for path in progress.iterdir():
-            if path.name != RUN_RECORD:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != RUN_RECORD:
                 path.unlink()
         (progress / RUN_RECORD).unlink(missing_ok=True)
         progress.rmdir()

@@ -258,13 +258,16 @@ def test_a_config_that_is_no_config(content: str, single: Path) -> None:
 
 def test_weights_in_several_forms_are_listed_as_left_behind(single: Path, tmp_path: Path) -> None:
     (single / "pytorch_model.bin").write_bytes(b"old")
-    (single / "onnx").mkdir()
+    for folder in ("onnx", ".git", ".ms-convert"):
+        (single / folder).mkdir()
+        (single / folder / "notes").write_text("x")
+    (single / "onnx" / "notes").unlink()
     (single / "onnx" / "model.onnx").write_bytes(b"other")
     (single / "linked").symlink_to(tmp_path)
     (single / "broken").symlink_to("nowhere")
     os.mkfifo(single / "pipe")
     left = {entry["name"]: entry["why"] for entry in done("hf2ms", single, "--dry-run", "--json").facts["left"]}
-    assert left.keys() == {"pytorch_model.bin", "onnx/model.onnx", "linked", "broken", "pipe"} and all(left.values())
+    assert left.keys() == {"pytorch_model.bin", "onnx/model.onnx", "linked", "broken", "pipe", ".git", ".ms-convert"} and all(left.values())
     shown = ms_convert("hf2ms", single, "-o", tmp_path / "slices").out
     assert all(name in shown for name in left)
     assert not list((tmp_path / "slices" / "huggingface").rglob("*.onnx"))
