@@ -7,6 +7,7 @@ ModelConfig are divided (`local_config`), so the cells below simply build the pa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -53,8 +54,8 @@ class CopyToRanks(nn.Cell):
 class SumOverRanks(nn.Cell):
     """Sum over the ranks forward, identity backward.
 
-    MindSpore's own gradient of AllReduce is another AllReduce: right for a loss that every rank has a share of, wrong here, where every rank
-    goes on to compute the same loss.
+    MindSpore's own gradient of AllReduce is another AllReduce: right for a loss that every rank has a share of, wrong here, where every
+    rank goes on to compute the same loss.
     """
 
     def __init__(self, group: str) -> None:
@@ -73,20 +74,20 @@ class SumOverRanks(nn.Cell):
 class GatherRanks(nn.Cell):
     """What every rank of a group has, in the order of the ranks.
 
-    MindSpore's CPU backend has AllGather for all ranks only. There each rank adds its part to a sum in which the others have zeros: negative
-    ones, since -0 + x is x for every x, and 0 + -0 is not.
+    MindSpore's CPU backend has AllGather for all ranks only. There each rank adds its part to a sum in which the others have zeros:
+    negative ones, since -0 + x is x for every x, and 0 + -0 is not.
     """
 
     def __init__(self, ranks: int, rank: int, group: str) -> None:
         super().__init__()
         self.before, self.after = rank, ranks - 1 - rank
         on_cpu = ms.get_context("device_target") == "CPU"
-        self.all_gather = None if on_cpu else ops.AllGather(group)
-        self.all_reduce = ops.AllReduce(ops.ReduceOp.SUM, group) if on_cpu else None
+        self.all_gather: Any = None if on_cpu else ops.AllGather(group)
+        self.all_reduce: Any = ops.AllReduce(ops.ReduceOp.SUM, group) if on_cpu else None
 
     def construct(self, x: Tensor) -> Tensor:
         """x [1, ...] -> [ranks, ...]."""
-        if self.all_gather is not None:
+        if self.all_reduce is None:
             return self.all_gather(x)
         nothing = ops.neg(ops.zeros_like(x))
         return self.all_reduce(ops.concat((nothing,) * self.before + (x,) + (nothing,) * self.after))
@@ -95,8 +96,8 @@ class GatherRanks(nn.Cell):
 def local_config(config: ModelConfig, size: int) -> ModelConfig:
     """The config of what one of `size` tensor-parallel ranks holds: the cut axes divided, `vocab` (the true one) and all else unchanged.
 
-    With fewer KV heads than ranks a rank holds one, and size / kv_heads neighbouring ranks the same one. The sizes must divide; `make_layout`
-    (converter/layout.py) refuses what does not.
+    With fewer KV heads than ranks a rank holds one, and size / kv_heads neighbouring ranks the same one. The sizes must divide;
+    `make_layout` (converter/layout.py) refuses what does not.
     """
     return replace(
         config,

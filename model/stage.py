@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mindspore import Tensor, nn
 
@@ -48,22 +49,21 @@ class DecoderStage(nn.Cell):
         self.config, self.stage, self.parallel = config, stage, parallel
         self.first, self.last = stage.first, stage.last
         self.compute_type = precision.compute_type
+        self.embedding: Any = None
         if stage.first:
             self.embedding = TransformerEmbedding(local, precision, parallel)
         elif stage.last and config.tied:
             self.embedding = HeadTable(local, precision, parallel)
-        else:
-            self.embedding = None
         self.rotary = RotaryEmbedding(config) if config.rope is not None else None
         self.layers = TransformerLayers(local, precision, parallel, stage.layers)
-        self.final_norm = hidden_norm(local, precision) if stage.last else None
-        self.lm_head = VocabParallelHead(local, has_bias=False, precision=precision, parallel=parallel) if stage.last else None
-        self.cross_entropy = VocabParallelCrossEntropy(local, parallel) if stage.last else None
+        self.final_norm: Any = hidden_norm(local, precision) if stage.last else None
+        self.lm_head: Any = VocabParallelHead(local, has_bias=False, precision=precision, parallel=parallel) if stage.last else None
+        self.cross_entropy: Any = VocabParallelCrossEntropy(local, parallel) if stage.last else None
         self.tied = config.tied
 
     def construct(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The first stage: x [batch, seq] ids; the others: x [batch, seq, hidden]. The last stage needs labels [batch, seq] int32: the token
-        that each position is to predict, or IGNORED (model/loss.py).
+        """The first stage: x [batch, seq] ids; the others: x [batch, seq, hidden]. The last stage needs labels [batch, seq] int32: the
+        token that each position is to predict, or IGNORED (model/loss.py).
 
         Returns:
             The last stage: the sum of the losses of all labels, a float32 scalar. The others: [batch, seq, hidden].
@@ -90,8 +90,8 @@ def build_stage(
 ) -> DecoderStage:
     """A rank's part of the decoder that `config` (the whole model's, vocabulary padded for all ranks) describes.
 
-    In training mode, its parameters NaN until they are loaded; `parameters_dict()` holds exactly the canonical names that the catalogue gives
-    to this stage, each in the shape of the rank's slice.
+    In training mode, its parameters NaN until they are loaded; `parameters_dict()` holds exactly the canonical names that the catalogue
+    gives to this stage, each in the shape of the rank's slice.
 
     Raises:
         Refused: with everything in `config` that the bundled models do not compute.

@@ -97,7 +97,11 @@ def transformers_loss(folder: Path, data: Path) -> float:
     from mindspore.mindrecord import FileReader
     from transformers import AutoModelForCausalLM
 
-    rows = [torch.from_numpy(row["input_ids"].astype("int64")) for shard in sorted(data.glob("*.mindrecord")) for row in _read(FileReader(str(shard)))]
+    rows = [
+        torch.from_numpy(row["input_ids"].astype("int64"))
+        for shard in sorted(data.glob("*.mindrecord"))
+        for row in _read(FileReader(str(shard)))
+    ]
     batch = torch.stack(rows[: len(rows) // 16 * 16])
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():

@@ -148,7 +148,8 @@ def _finish(trainer: Trainer, folder: Path, run: str, progress: Progress, file_f
     """Rank 0's part: replicas, side files, strategies, training.json, and the manifest last."""
     start, layout = trainer.start, trainer.start.layout
     records = [
-        decode(RankRecord, read_json_object(folder / RECORDS / f"rank_{rank}.json", MAX_RECORD_BYTES, folder)) for rank in range(layout.ranks)
+        decode(RankRecord, read_json_object(folder / RECORDS / f"rank_{rank}.json", MAX_RECORD_BYTES, folder))
+        for rank in range(layout.ranks)
     ]
     _check_replicas(start, records)
     files = []
@@ -189,7 +190,9 @@ def _origin(start: Start, folder: Path) -> tuple[str, str, str, SourceRecord]:
     if start.source.manifest is not None:
         manifest = start.source.manifest
         side = start.source.path / SIDE_FOLDER
-        copied = copy_side_files((SideFile(file.name, side / file.name, file.size) for file in manifest.source.side_files), folder / SIDE_FOLDER)
+        copied = copy_side_files(
+            (SideFile(file.name, side / file.name, file.size) for file in manifest.source.side_files), folder / SIDE_FOLDER
+        )
         if copied != manifest.source.side_files:
             raise refuse("the side files are not what the manifest recorded", str(side), "restore them")
         return manifest.table, manifest.table_name, manifest.family, manifest.source

@@ -51,8 +51,8 @@ class Groups:
 
 
 def make_groups(layout: ParallelLayout, rank: int, kv_heads: int) -> Groups:
-    """The groups of a rank. Every rank calls this, after `init()` if there are several. Groups are numbered as ParallelLayout numbers ranks:
-    pipeline outermost, then data, tensor innermost.
+    """The groups of a rank. Every rank calls this, after `init()` if there are several. Groups are numbered as ParallelLayout numbers
+    ranks: pipeline outermost, then data, tensor innermost.
     """
     place = layout.coordinates(rank)
     stages, data, tensor = range(layout.pp), range(layout.dp), range(layout.tp)

@@ -6,6 +6,8 @@ not been interrupted. Both need the same masks again, so a mask is a hash of (el
 
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -61,15 +63,15 @@ class DropoutKey:
 class KeyedDropout(nn.Cell):
     """Drops an element with probability `probability` in training, and multiplies the others by 1 / (1 - probability).
 
-    `site` tells the cells of a model apart. Integers are int32, which every device multiplies, and wrap; a logical shift is an arithmetic one
-    without the sign's copies.
+    `site` tells the cells of a model apart. Integers are int32, which every device multiplies, and wrap; a logical shift is an arithmetic
+    one without the sign's copies.
     """
 
     def __init__(self, probability: float, site: int, key: Parameter) -> None:
         super().__init__()
         self.key = key
         self.site = as_int32(combine(site))
-        self.threshold = int(round(probability * (1 << _BITS)))
+        self.threshold = round(probability * (1 << _BITS))
         self.scale = 1.0 / (1.0 - probability)
         self.xor, self.right, self.bits = ops.BitwiseXor(), ops.RightShift(), ops.BitwiseAnd()
 
@@ -117,7 +119,7 @@ def attach_dropout(stage: DecoderStage, seed: int, groups: Groups) -> DropoutKey
     return key if sites else None
 
 
-def reference_mask(shape: tuple[int, ...], probability: float, site: int, key: int) -> np.ndarray:
+def reference_mask(shape: tuple[int, ...], probability: float, site: int, key: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """KeyedDropout's mask, computed with Python's integers: True where an element is kept."""
     seed = (key + combine(site)) & 0xFFFFFFFF
     words = [mix(mix(place) ^ seed) for place in range(int(np.prod(shape)))]

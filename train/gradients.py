@@ -7,8 +7,8 @@
 | first and last stage: a tied embedding | lookup here, head there | the two ends |
 | data-parallel ranks: everything | each rank's sequences | the data group |
 
-All other replicas (norms, biases after a reduction) have the whole gradient already, since `CopyToRanks` and `SumOverRanks` (model/parallel.py)
-make what reaches them equal on every rank.
+All other replicas (norms, biases after a reduction) have the whole gradient already, since `CopyToRanks` and `SumOverRanks`
+(model/parallel.py) make what reaches them equal on every rank.
 """
 
 from __future__ import annotations

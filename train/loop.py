@@ -17,7 +17,7 @@ from mindspore.communication import get_group_size, get_rank, init
 from mappings.errors import Refused
 from model.config import ModelConfig
 from train.checkpoint import latest_checkpoint, resume, save_checkpoint
-from train.communication import Groups, check_rank, make_groups
+from train.communication import check_rank, make_groups
 from train.config import ModelSettings, TrainConfig
 from train.data_index import read_index
 from train.dropout import attach_dropout

@@ -12,8 +12,9 @@ lr' = lr sqrt(1 - beta2^t) / (1 - beta1^t), eps' = eps sqrt(1 - beta2^t), decay'
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -21,6 +22,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from model.parallel import GatherRanks
 from train.communication import Group
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,33 @@ def divided(shape: tuple[int, ...], ranks: int) -> bool:
     return ranks > 1 and len(shape) > 0 and shape[0] % ranks == 0
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank updates of a parameter: rows [start, stop) where the state is divided, otherwise all of it. `copied`: it has a master
+    weight, since the parameter itself is of a 16-bit type, or not all this rank's.
+    """
+
+    shape: tuple[int, ...]
+    dtype: ms.Type
+    start: int
+    stop: int
+    divided: bool
+    copied: bool
+    decayed: bool
+
+
+def share_of(parameter: Parameter, ranks: int, rank: int) -> Share:
+    """The share of data-parallel rank `rank` of `ranks` that divide the state."""
+    shape = tuple(parameter.shape)
+    parts = divided(shape, ranks)
+    rows = shape[0] // ranks if parts else 0
+    return Share(shape, parameter.dtype, rows * rank, rows * (rank + 1), parts, parts or parameter.dtype != ms.float32, decays(parameter))
+
+
 class AdamW(nn.Cell):
     """The update of one rank's parameters.
 
-    States `adam_m.*` and `adam_v.*` are float32. `master.*` are there where the weight itself cannot serve: it is of a 16-bit type, or divided.
+    States `adam_m.*` and `adam_v.*` are float32. `master.*` are there where the weight itself cannot serve (`Share.copied`).
 
     Args:
         parameters: filled already, for the master weights are copies of them.
@@ -59,7 +85,7 @@ class AdamW(nn.Cell):
         self,
         parameters: Sequence[Parameter],
         settings: AdamWSettings,
-        masters: dict[str, np.ndarray],
+        masters: Mapping[str, Array],
         data: Group,
         data_rank: int,
         shard: bool,
@@ -68,81 +94,76 @@ class AdamW(nn.Cell):
         self.settings = settings
         self.weights = ParameterTuple(parameters)
         ranks = data.size if shard else 1
-        self.ranks = ranks
-        self.parts = tuple(divided(tuple(parameter.shape), ranks) for parameter in parameters)
-        self.starts = tuple(parameter.shape[0] // ranks * data_rank if part else 0 for parameter, part in zip(parameters, self.parts))
-        self.stops = tuple(
-            start + parameter.shape[0] // ranks if part else 0 for parameter, part, start in zip(parameters, self.parts, self.starts)
-        )
-        self.whole_shapes = tuple(tuple(parameter.shape) for parameter in parameters)
-        self.types = tuple(parameter.dtype for parameter in parameters)
-        self.copied = tuple(part or parameter.dtype != ms.float32 for parameter, part in zip(parameters, self.parts))
-        values = [self._slice(masters.get(parameter.name), parameter, index) for index, parameter in enumerate(parameters)]
-        self.targets = ParameterTuple(
-            [
-                Parameter(Tensor(value), name=f"master.{parameter.name}") if copied else parameter
-                for parameter, copied, value in zip(parameters, self.copied, values)
-            ]
-        )
-        self.m = ParameterTuple([self._zeros("adam_m", target, parameter) for target, parameter in zip(self.targets, parameters)])
-        self.v = ParameterTuple([self._zeros("adam_v", target, parameter) for target, parameter in zip(self.targets, parameters)])
-        self.decayed = tuple(decays(parameter) for parameter in parameters)
+        self.shares = tuple(share_of(parameter, ranks, data_rank) for parameter in parameters)
+        targets = [
+            _master(parameter, masters.get(parameter.name), share) if share.copied else parameter
+            for parameter, share in zip(parameters, self.shares, strict=True)
+        ]
+        self.targets = ParameterTuple(targets)
+        self.m = ParameterTuple([_zeros("adam_m", target, weight) for target, weight in zip(targets, parameters, strict=True)])
+        self.v = ParameterTuple([_zeros("adam_v", target, weight) for target, weight in zip(targets, parameters, strict=True)])
+        # Whole shares first: the order in which `construct` returns values. Assigned outside it, as a CPU assigns no bfloat16
+        whole = [index for index, share in enumerate(self.shares) if share.copied and not share.divided]
+        self.rounded = (*whole, *(index for index, share in enumerate(self.shares) if share.divided))
         self.update = ops.AdamWeightDecay()
-        self.gather = GatherRanks(ranks, data_rank, data.name) if ranks > 1 and any(self.parts) else None
+        self.gather = GatherRanks(ranks, data_rank, data.name) if any(share.divided for share in self.shares) else None
         self.none = Tensor(0.0, ms.float32)
         self.beta1, self.beta2 = Tensor(settings.beta1, ms.float32), Tensor(settings.beta2, ms.float32)
 
-    def _slice(self, master: np.ndarray | None, parameter: Parameter, index: int) -> np.ndarray:
-        value = parameter.asnumpy() if master is None and parameter.dtype == ms.float32 else master
-        if value is None:
-            value = parameter.float().asnumpy()
-        if self.parts[index]:
-            value = value[self.starts[index] : self.stops[index]]
-        return np.ascontiguousarray(value, dtype=np.float32)
-
-    @staticmethod
-    def _zeros(kind: str, target: Parameter, parameter: Parameter) -> Parameter:
-        return Parameter(Tensor(np.zeros(target.shape, np.float32)), name=f"{kind}.{parameter.name}", requires_grad=False)
-
     def states(self) -> list[Parameter]:
         """What a checkpoint needs besides the weights."""
-        masters = [target for target, copied in zip(self.targets, self.copied) if copied]
+        masters = [target for target, share in zip(self.targets, self.shares, strict=True) if share.copied]
         return [*self.m, *self.v, *masters]
 
     def step(self, gradients: tuple[Tensor, ...], factor: float, learning_rate: float, number: int) -> None:
         """Update with `factor` times these gradients. `number` counts the updates from 1."""
         settings = self.settings
         correction1, correction2 = 1 - settings.beta1**number, math.sqrt(1 - settings.beta2**number)
-        scalars = (factor, learning_rate * correction2 / correction1, settings.eps * correction2, settings.decay * correction1 / correction2)
-        self(ms.mutable(gradients), *(Tensor(value, ms.float32) for value in scalars))
+        scalars = (
+            factor,
+            learning_rate * correction2 / correction1,
+            settings.eps * correction2,
+            settings.decay * correction1 / correction2,
+        )
+        values = self(ms.mutable(gradients), *(Tensor(value, ms.float32) for value in scalars))
+        for index, value in zip(self.rounded, values[1:], strict=True):
+            self.weights[index].set_data(value)
 
-    def construct(self, gradients: tuple[Tensor, ...], factor: Tensor, rate: Tensor, eps: Tensor, decay: Tensor) -> Tensor:
-        """float32 gradients in the order of the parameters, and the corrected scalars."""
+    def construct(self, gradients: tuple[Tensor, ...], factor: Tensor, rate: Tensor, eps: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
+        """float32 gradients in the order of the parameters, and the corrected scalars -> a scalar without meaning that waits for the
+        updates, and the new weights of `rounded`.
+        """
         pieces: tuple[Tensor, ...] = ()
         done: tuple[Tensor, ...] = ()
+        values: tuple[Tensor, ...] = ()
         for index in range(len(self.targets)):
-            gradient = gradients[index]
-            if self.parts[index]:
-                gradient = gradient[self.starts[index] : self.stops[index]]
-            target = self.targets[index]
-            use = decay if self.decayed[index] else self.none
-            updated = self.update(
-                target, self.m[index], self.v[index], rate, self.beta1, self.beta2, eps, use, gradient * factor
-            )
-            if self.parts[index]:
+            share, target = self.shares[index], self.targets[index]
+            gradient = gradients[index][share.start : share.stop] if share.divided else gradients[index]
+            used = decay if share.decayed else self.none
+            state = (self.m[index], self.v[index])
+            updated = self.update(target, *state, rate, self.beta1, self.beta2, eps, used, gradient * factor)
+            done += (updated[0],)
+            if share.divided:
                 pieces += (ops.reshape(ops.depend(target, updated), (1, -1)),)
-            elif self.copied[index]:
-                master = ops.depend(target, updated)
-                done += (ops.assign(self.weights[index], ops.cast(master, self.types[index])),)
-            else:
-                done += (updated[0],)
+            elif share.copied:
+                values += (ops.cast(ops.depend(target, updated), share.dtype),)
         if self.gather is not None:
             gathered = self.gather(ops.concat(pieces, 1))
             start = 0
             for index in range(len(self.targets)):
-                if self.parts[index]:
-                    size = self.targets[index].size
-                    value = ops.reshape(gathered[:, start : start + size], self.whole_shapes[index])
-                    done += (ops.assign(self.weights[index], ops.cast(value, self.types[index])),)
+                share, size = self.shares[index], self.targets[index].size
+                if share.divided:
+                    values += (ops.cast(ops.reshape(gathered[:, start : start + size], share.shape), share.dtype),)
                     start += size
-        return ops.depend(self.none, done)
+        return (ops.depend(self.none, done), *values)
+
+
+def _master(parameter: Parameter, values: Array | None, share: Share) -> Parameter:
+    """The master weight of a rank's share: of the values, or else of the parameter itself."""
+    whole = parameter.float().asnumpy() if values is None else values
+    rows = np.ascontiguousarray(whole[share.start : share.stop] if share.divided else whole, dtype=np.float32)
+    return Parameter(Tensor(rows), name=f"master.{parameter.name}")
+
+
+def _zeros(kind: str, target: Parameter, parameter: Parameter) -> Parameter:
+    return Parameter(Tensor(np.zeros(target.shape, np.float32)), name=f"{kind}.{parameter.name}", requires_grad=False)

@@ -15,7 +15,9 @@ Action = Literal["receive_forward", "forward", "send_forward", "receive_backward
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that a stage does, for one micro-batch. "forward" messages come from the stage before, "backward" ones from the stage after."""
+    """One thing that a stage does, for one micro-batch. "forward" messages come from the stage before, "backward" ones from the stage
+    after.
+    """
 
     action: Action
     micro_batch: int
@@ -24,8 +26,8 @@ class Event:
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Event]:
     """Everything that stage `stage` of `stages` does in a step.
 
-    Sending blocks until the neighbour receives, so neighbours must name their exchanges in the same order: between two alternations, first the
-    gradient comes back, then the next activation goes forward.
+    Sending blocks until the neighbour receives, so neighbours must name their exchanges in the same order: between two alternations, first
+    the gradient comes back, then the next activation goes forward.
     """
     ahead = min(stages - 1 - stage, micro_batches)
     first, last = stage == 0, stage == stages - 1

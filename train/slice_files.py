@@ -58,4 +58,4 @@ def stored_arrays(tensors: Iterable[StoredTensor]) -> Iterator[tuple[str, Array]
 
 
 def _bytes(array: Array) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

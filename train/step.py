@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mindspore as ms
@@ -36,7 +36,7 @@ class StepSettings:
 
     micro_batches: int = 1
     clip_norm: float = 1.0
-    adamw: AdamWSettings = AdamWSettings()
+    adamw: AdamWSettings = field(default_factory=AdamWSettings)
     optimizer_sharding: bool = False
     parameters: FloatType = "float32"
     compute: FloatType = "float32"
@@ -45,9 +45,9 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every rank knows after a step. `loss` is the mean over the tokens of the global batch, before the update; `norm` that of the gradient
-    before clipping. `overflow`: the loss scale was too large, and nothing was updated. `finite`: loss and norm are numbers, overflow aside;
-    where they are not, `culprits` are the ranks whose own gradients are not. `stop`: some rank was asked to stop.
+    """What every rank knows after a step. `loss` is the mean over the tokens of the global batch, before the update; `norm` that of the
+    gradient before clipping. `overflow`: the loss scale was too large, and nothing was updated. `finite`: loss and norm are numbers,
+    overflow aside; where they are not, `culprits` are the ranks whose own gradients are not. `stop`: some rank was asked to stop.
     """
 
     loss: float

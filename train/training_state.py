@@ -24,7 +24,9 @@ _MEND = "choose another checkpoint"
 
 @dataclass(frozen=True)
 class StateFileRecord:
-    """An optimizer file. `data` is its data-parallel index: every one has its own where the state is divided, otherwise they share index 0's."""
+    """An optimizer file. `data` is its data-parallel index: every one has its own where the state is divided, otherwise they share index
+    0's.
+    """
 
     path: str
     stage: int
@@ -49,14 +51,20 @@ class Schedule:
     def of(cls, config: TrainConfig) -> Schedule:
         chosen = config.optimizer
         return cls(
-            chosen.schedule, chosen.learning_rate, chosen.min_learning_rate, chosen.warmup_steps, config.train.steps, chosen.scale_by_sqrt_dp
+            chosen.schedule,
+            chosen.learning_rate,
+            chosen.min_learning_rate,
+            chosen.warmup_steps,
+            config.train.steps,
+            chosen.scale_by_sqrt_dp,
         )
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. `step`: steps done. `sample_offset`: place in the endless list of sequences (train/loader.py), whatever dp is. `seed`,
-    `shuffle` and `data_digest` decide what stands in that list; `seed` is also dropout's. `schedule`: None outside a configured run.
+    """Where a run stands. `step`: steps done. `sample_offset`: place in the endless list of sequences (train/loader.py), whatever dp is.
+    `seed`, `shuffle` and `data_digest` decide what stands in that list; `seed` is also dropout's. `schedule`: None outside a configured
+    run.
     """
 
     step: int
@@ -69,7 +77,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The whole file. `run` is the checkpoint's identity, that of its manifest too. `updates` counts the optimizer's, overflows left out."""
+    """The whole file. `run` is the checkpoint's identity, that of its manifest too. `updates` counts the optimizer's, overflows left
+    out.
+    """
 
     state_version: int
     run: str

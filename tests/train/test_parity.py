@@ -1,4 +1,4 @@
-"""Training on real ranks against PyTorch and Transformers: every loss, every gradient norm, and the weights that come back through ms2hf."""
+"""Training on real ranks against PyTorch and Transformers: losses, gradient norms, and the weights that come back through ms2hf."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from converter.ms2hf import HFOptions, plan_restoration, restore
@@ -16,13 +17,15 @@ from tests.train.jobs import run_cases
 from tests.train.torch_training import train
 from tests.train.worker import Case
 
+Tokens = npt.NDArray[np.int32]
+
 pytestmark = pytest.mark.slow
 
 STEPS = 20
 BATCH, SEQ = 8, 16
 DECAY, CLIP = 0.1, 1.0
 RATES = tuple(2e-4 * min(1.0, (step + 1) / 5) * (0.5 + 0.5 * float(np.cos(np.pi * step / STEPS))) for step in range(STEPS))
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2},
     "llama-gqa": {"num_hidden_layers": 2},
     "llama-mqa": {"num_hidden_layers": 2},  # one KV head, replicated under tp 2
@@ -55,12 +58,12 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def rows() -> np.ndarray:
+def rows() -> Tokens:
     return np.random.default_rng(1).integers(0, 199, (STEPS, BATCH, SEQ + 1)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
-def mask() -> np.ndarray:
+def mask() -> Tokens:
     """Rows padded on the right, most of them in the second half of the batch, so that ranks and micro-batches count differently."""
     lengths = np.random.default_rng(2).integers(3, SEQ + 2, (STEPS, BATCH))
     lengths[:, : BATCH // 2] = SEQ + 1
@@ -68,7 +71,7 @@ def mask() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, rows: np.ndarray, mask: np.ndarray) -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory, rows: Tokens, mask: Tokens) -> Trained:
     """Every case of this file, in one job for each number of ranks."""
     folder = tmp_path_factory.mktemp("trained")
     np.save(folder / "rows.npy", rows)
@@ -102,7 +105,7 @@ def _cases(folder: Path, layouts: Mapping[str, tuple[int, int, int, int]]) -> li
 
 
 @pytest.fixture(scope="module")
-def reference(rows: np.ndarray) -> Mapping[str, tuple[Any, list[float], list[float]]]:
+def reference(rows: Tokens) -> Mapping[str, tuple[Any, list[float], list[float]]]:
     """(model, losses, norms) after the 20 steps in PyTorch."""
     found = {}
     for variant, overrides in MODELS.items():
@@ -148,7 +151,7 @@ def test_every_rank_reports_the_same_step(variant: str, layout: str, trained: Tr
 
 @pytest.mark.parametrize("layout", TRAINED)
 def test_the_loss_is_the_mean_over_all_real_tokens_however_they_are_spread(
-    layout: str, trained: Trained, rows: np.ndarray, mask: np.ndarray
+    layout: str, trained: Trained, rows: Tokens, mask: Tokens
 ) -> None:
     model = tiny_model("llama-uneven-vocab-tied", num_hidden_layers=2)
     losses, norms = train(model, rows, RATES[:4], decay=DECAY, clip=CLIP, mask=mask)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.pipeline_order import Event, one_forward_one_backward
+from train.pipeline_order import Action, Event, one_forward_one_backward
 
 PEER = {"send_forward": 1, "receive_backward": 1, "receive_forward": -1, "send_backward": -1}
-MATCH = {
+MATCH: dict[Action, Action] = {
     "send_forward": "receive_forward",
     "receive_forward": "send_forward",
     "send_backward": "receive_backward",

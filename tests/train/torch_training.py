@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -19,7 +20,7 @@ def without_dropout(model: Any) -> Any:
     return model
 
 
-def mean_loss(model: Any, rows: np.ndarray, mask: np.ndarray | None = None) -> torch.Tensor:
+def mean_loss(model: Any, rows: npt.NDArray[np.int32], mask: npt.NDArray[np.int32] | None = None) -> torch.Tensor:
     """Cross entropy of each next token, averaged over the tokens that `mask` has, rows [n, seq + 1]."""
     ids = torch.from_numpy(rows.astype(np.int64))
     logits = model(ids[:, :-1]).logits.float()
@@ -30,9 +31,18 @@ def mean_loss(model: Any, rows: np.ndarray, mask: np.ndarray | None = None) -> t
 
 
 def train(
-    model: Any, steps: np.ndarray, rates: Sequence[float], *, decay: float, clip: float, mask: np.ndarray | None = None
+    model: Any,
+    steps: npt.NDArray[np.int32],
+    rates: Sequence[float],
+    *,
+    decay: float,
+    clip: float,
+    mask: npt.NDArray[np.int32] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """torch.optim.AdamW over `steps` [steps, batch, seq + 1]; norms and biases do not decay. -> losses and gradient norms before clipping."""
+    """torch.optim.AdamW over `steps` [steps, batch, seq + 1]; norms and biases do not decay.
+
+    -> losses, and gradient norms before clipping.
+    """
     model = without_dropout(model)
     parameters = list(model.parameters())
     groups = [

@@ -1,0 +1,184 @@
+"""A run that was killed goes on as if it had not been, bit for bit, and what is not whole or does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mappings.errors import Refused
+from tests.tiny_models import save_tiny
+from tests.train.corpora import random_texts, save_tokenizer, write_jsonl
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, HALF = 20, 10
+
+
+def settings(folder: Path, name: str, **changes: Any) -> list[str]:
+    """`--set` options of a run with its own folders below `folder`/`name`: dropout, divided optimizer state, two micro-batches."""
+    values = {
+        "model.path": folder / "model", "data.path": folder / "data", "train.steps": STEPS, "train.global_batch": 8, "train.dropout": 0.1,
+        "train.seed": 7, "parallel.micro_batches": 2, "parallel.optimizer_sharding": True, "optimizer.warmup_steps": 3,
+        "optimizer.learning_rate": 1e-3, "checkpoint.folder": folder / name / "checkpoints", "checkpoint.every": HALF, "checkpoint.keep": 0,
+        "watch.folder": folder / name / "watch", "watch.tensorboard": False, "launch.log_folder": folder / name / "logs",
+    } | {key.replace("__", "."): value for key, value in changes.items()}  # fmt: skip
+    return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value, default=str)}")]
+
+
+def start(command: str, options: list[str], folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """ms-train in a process group of its own."""
+    (folder / "empty.toml").write_text("", encoding="utf-8")
+    words = [sys.executable, "-m", "train.cli", command, *flags, *options, str(folder / "empty.toml")]
+    return subprocess.Popen(
+        words, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    """Wait for the end. Raises AssertionError for another exit code."""
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == code, output[-4000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and data."""
+    folder = tmp_path_factory.mktemp("resume")
+    save_tiny(folder / "model", "gpt2", n_layer=2, vocab_size=512)
+    save_tokenizer(folder / "tokenizer")
+    texts = write_jsonl(folder / "texts.jsonl", random_texts(200))
+    words = [
+        "prepare-data",
+        "--tokenizer",
+        str(folder / "tokenizer"),
+        "--input",
+        str(texts),
+        "--seq-length",
+        "16",
+        "-o",
+        str(folder / "data"),
+    ]
+    subprocess.run([sys.executable, "-m", "train.cli", *words], cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def tensors(checkpoint: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Every tensor of weights and optimizer on every rank."""
+    return {
+        f"{path.relative_to(checkpoint)} {name}": value
+        for path in checkpoint.rglob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "watch" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a file is there. Raises AssertionError when the process ends before."""
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def straight(prepared: Path) -> Path:
+    """Twenty steps on two data-parallel ranks without a break."""
+    finish(start("launch", settings(prepared, "straight", parallel__dp=2), prepared))
+    return prepared / "straight"
+
+
+def test_ten_steps_a_kill_and_ten_steps_are_twenty_steps_bit_for_bit(prepared: Path, straight: Path) -> None:
+    options = settings(prepared, "broken", parallel__dp=2)
+    process = start("launch", options, prepared)
+    wait_for(prepared / "broken" / "checkpoints" / f"step_{HALF:08}" / "manifest.json", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    finish(start("launch", options, prepared, "--resume"))
+    name = f"checkpoints/step_{STEPS:08}"
+    wanted, got = tensors(straight / name), tensors(prepared / "broken" / name)
+    assert wanted.keys() == got.keys()
+    different = [key for key in wanted if wanted[key].tobytes() != got[key].tobytes()]
+    assert not different
+    assert losses(prepared / "broken") == losses(straight)
+
+
+def test_sigterm_saves_and_the_run_goes_on_from_there(prepared: Path) -> None:
+    options = settings(prepared, "asked", checkpoint__every=0)
+    process = start("run", options, prepared)
+    metrics = prepared / "asked" / "watch" / "metrics.jsonl"
+    wait_for(metrics, process)
+    while not metrics.read_text(encoding="utf-8"):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    finish(process, 143)
+    (saved,) = (prepared / "asked" / "checkpoints").glob("step_*")
+    assert saved.name < f"step_{STEPS:08}"
+    finish(start("run", options, prepared, "--resume"))
+    finish(start("run", settings(prepared, "unasked", checkpoint__every=0), prepared))
+    name = f"checkpoints/step_{STEPS:08}"
+    wanted, got = tensors(prepared / "unasked" / name), tensors(prepared / "asked" / name)
+    assert {key: value.tobytes() for key, value in wanted.items()} == {key: value.tobytes() for key, value in got.items()}
+
+
+def damaged(straight: Path, folder: Path) -> Path:
+    """A copy of the checkpoints, to be changed."""
+    shutil.copytree(straight / "checkpoints", folder)
+    return folder
+
+
+def resume_from(checkpoints: Path, prepared: Path, **changes: Any) -> str:
+    """What --resume says to a checkpoint that it must refuse."""
+    chosen = {"checkpoint__folder": checkpoints} | changes
+    return finish(start("run", settings(prepared, "refused", **chosen), prepared, "--resume"), 1)
+
+
+def test_a_checkpoint_of_another_layout_is_refused_with_the_command_that_cuts_it_anew(straight: Path, tmp_path: Path) -> None:
+    from train.config import ModelSettings, ParallelSettings
+    from train.model_source import read_model_source
+    from train.start import read_start
+
+    source = read_model_source(ModelSettings(str(straight / "checkpoints" / f"step_{STEPS:08}")))
+    with pytest.raises(Refused, match=r"ms-convert ms2hf .* && ms-convert hf2ms .* --tp 2 --pp 1"):
+        read_start(source, ParallelSettings(tp=2))
+
+
+def test_a_half_written_checkpoint_is_refused_by_name(straight: Path, prepared: Path, tmp_path: Path) -> None:
+    checkpoints = damaged(straight, tmp_path / "checkpoints")
+    (checkpoints / f"step_{STEPS:08}" / "manifest.json").unlink()
+    said = resume_from(checkpoints, prepared)
+    assert f"step_{STEPS:08}" in said and "manifest.json" in said
+
+
+def test_a_missing_rank_file_is_refused_by_name(straight: Path, prepared: Path, tmp_path: Path) -> None:
+    checkpoints = damaged(straight, tmp_path / "checkpoints")
+    (checkpoints / f"step_{STEPS:08}" / "rank_1" / "checkpoint_1.safetensors").unlink()
+    assert "rank_1/checkpoint_1.safetensors" in resume_from(checkpoints, prepared)
+
+
+@pytest.mark.parametrize("file", ["rank_0/checkpoint_0.safetensors", "training.json"])
+def test_a_checkpoint_mixed_from_two_is_refused(straight: Path, prepared: Path, tmp_path: Path, file: str) -> None:
+    checkpoints = damaged(straight, tmp_path / "checkpoints")
+    shutil.copyfile(checkpoints / f"step_{HALF:08}" / file, checkpoints / f"step_{STEPS:08}" / file)
+    assert Path(file).name in resume_from(checkpoints, prepared)
+
+
+def test_another_seed_or_dp_than_the_checkpoints_is_refused(straight: Path, prepared: Path, tmp_path: Path) -> None:
+    checkpoints = damaged(straight, tmp_path / "checkpoints")
+    assert "dp 2" in resume_from(checkpoints, prepared)
