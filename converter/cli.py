@@ -80,6 +80,7 @@ Examples:
 @click.option("--ranks", type=RankList(), help="Write these ranks only, as in 0-7,12. The manifest follows once all are there.")
 @click.option("--rules", "rules_file", type=click.Path(exists=True, dir_okay=False), help="A rule table of your own (TOML).")
 @click.option("--tie-embeddings/--no-tie-embeddings", "tied", default=None, help="Overrule config.json where it contradicts the file.")
+@click.option("--durable", is_flag=True, help="Wait until each file is on the disk (fsync) before it gets its name.")
 @click.option("--workers", type=click.IntRange(1, 256), default=2, show_default=True, help="Threads that copy.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, from headers alone, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace what is in the output folder.")
@@ -114,6 +115,7 @@ Examples:
     help="Cast floating-point weights.",
 )
 @click.option("--allow-overflow", is_flag=True, help="Let a cast turn finite values into infinities.")
+@click.option("--durable", is_flag=True, help="Wait until each file is on the disk (fsync) before it gets its name.")
 @click.option("--workers", type=click.IntRange(1, 256), default=2, show_default=True, help="Threads that copy.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace what is in the output folder.")

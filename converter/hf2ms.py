@@ -41,6 +41,7 @@ from converter.resume import unfinished_files
 from converter.side_files import copy_side_files
 from converter.source_model import SourceModel, understand
 from converter.strategies import strategy_files
+from converter.strided import refuse_holes
 from converter.tensors import StoredTensor
 from converter.untrusted import quoted
 from mappings.errors import Problem, Refused, refuse
@@ -61,6 +62,7 @@ class RankTreeOptions:
     ranks: tuple[int, ...] | None = None
     tied: bool | None = None
     allow_overflow: bool = False
+    durable: bool = False
     workers: int = 2
     overwrite: bool = False
 
@@ -146,11 +148,12 @@ def convert(conversion: Conversion, output: Path, on_progress: OnProgress | None
         remaining = unfinished_files(conversion.mine.plan.files, folder, options.workers)
         outcome.notes += folder.notes
         plan = Plan(remaining)
+        refuse_holes(plan)
         missing_space(output, plan.nbytes + sum(side.size for side in conversion.source.folder.side_files))
         results = execute(
             plan, output, workers=options.workers, on_progress=counted_from(conversion.mine.plan.nbytes - plan.nbytes, on_progress),
             on_file_done=lambda result: folder.record(FileRecord(result.path, result.size, dict(result.checksums))),
-            allow_overflow=options.allow_overflow,
+            allow_overflow=options.allow_overflow, durable=options.durable,
         )  # fmt: skip
         _link(conversion, folder)
         outcome.files, outcome.bytes_written = len(results), sum(result.size for result in results)

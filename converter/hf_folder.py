@@ -14,7 +14,6 @@ from typing import Any
 from converter.folder_lock import PROGRESS_FOLDER
 from converter.safetensors_format import read_header
 from converter.tensors import StoredTensor
-from converter.torch_format import read_torch_bin
 from mappings.errors import Problem, Refused, refuse
 from mappings.names import fold_names
 
@@ -216,6 +215,8 @@ def _read_weight_file(folder: Path, form: WeightForm, name: str) -> WeightFile:
     check_inside(path, folder)
     status = path.stat()
     if form.name == "torch":
+        from converter.torch_format import read_torch_bin  # takes longer to import than a safetensors header to read
+
         tensors, metadata = read_torch_bin(path), dict[str, str]()
     else:
         tensors, metadata = read_header(path)

@@ -20,6 +20,7 @@ from converter.rank_tree import RankTree, index_text, read_rank_tree, recorded_c
 from converter.resume import unfinished_files
 from converter.side_files import check_side_files, restore_side_files
 from converter.stored_bytes import checksum
+from converter.strided import refuse_holes
 from converter.tensors import StoredTensor
 from mappings.errors import Problem, Refused
 
@@ -32,6 +33,7 @@ class HFOptions:
 
     dtype: str = "original"
     allow_overflow: bool = False
+    durable: bool = False
     workers: int = 2
     overwrite: bool = False
 
@@ -79,12 +81,13 @@ def restore(restoration: Restoration, output: Path, on_progress: OnProgress | No
         outcome.notes += folder.notes
         plan = Plan(remaining)
         missing_space(output, plan.nbytes)
+        refuse_holes(plan)
         if begun:
             check_slices(tree, plan, options.workers)
         results = execute(
             plan, output, workers=options.workers, on_progress=counted_from(restoration.planned.plan.nbytes - plan.nbytes, on_progress),
             on_file_done=lambda result: folder.record(FileRecord(result.path, result.size, dict(result.checksums))),
-            allow_overflow=options.allow_overflow,
+            allow_overflow=options.allow_overflow, durable=options.durable,
         )  # fmt: skip
         outcome.files, outcome.bytes_written = len(results), sum(result.size for result in results)
         _finish(restoration, folder)

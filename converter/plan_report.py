@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from converter.hf2ms import Conversion
 from converter.layout import ParallelLayout, slice_of
 from converter.memory import peak_memory
-from converter.ms2hf import Restoration
 from converter.plan import Plan
 from converter.source_model import SourceModel
 from mappings.names import fold_names
+
+if TYPE_CHECKING:  # one direction need not wait for the other's modules
+    from converter.hf2ms import Conversion
+    from converter.ms2hf import Restoration
 
 
 def conversion_facts(conversion: Conversion) -> dict[str, Any]:

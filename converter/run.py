@@ -9,15 +9,15 @@ from typing import Any
 import click
 
 from converter.display import console, duration, printable, progress, ranges, show_plan, show_restoration, size
-from converter.hf2ms import RankTreeOptions, convert, plan_conversion
-from converter.ms2hf import HFOptions, plan_restoration, restore
 from converter.outcome import Outcome
-from converter.plan_report import conversion_facts, restoration_facts
 from mappings.tables import load_table
 
 
 def run_hf2ms(model: str, output: str | None, rules_file: str | None, *, dry_run: bool, as_json: bool, **choices: Any) -> None:
     """Plan, and unless `dry_run` convert. Raises Refused."""
+    from converter.hf2ms import RankTreeOptions, convert, plan_conversion
+    from converter.plan_report import conversion_facts
+
     table = load_table(Path(rules_file)) if rules_file else None
     conversion = plan_conversion(Path(model), RankTreeOptions(**choices), table)
     facts = conversion_facts(conversion)
@@ -33,6 +33,9 @@ def run_hf2ms(model: str, output: str | None, rules_file: str | None, *, dry_run
 
 def run_ms2hf(slices: str, output: str | None, *, dry_run: bool, as_json: bool, **choices: Any) -> None:
     """Plan, and unless `dry_run` restore. Raises Refused."""
+    from converter.ms2hf import HFOptions, plan_restoration, restore
+    from converter.plan_report import restoration_facts
+
     restoration = plan_restoration(Path(slices), HFOptions(**choices))
     facts = restoration_facts(restoration)
     if dry_run or output is None:

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from converter.dtypes import item_size
-from converter.plan import StridedCopy, TargetTensor
+from converter.plan import Plan, StridedCopy, TargetTensor
 from converter.tensors import contiguous_strides
-from mappings.errors import Problem
+from mappings.errors import Problem, Refused
 
 _PLAN_IS_WRONG = "the rule that planned this tensor is wrong: report it with the table that holds the rule"
 
@@ -29,7 +29,7 @@ def coalesce(copy: StridedCopy) -> StridedCopy:
     if source_strides == target_strides == contiguous_strides(shape):
         elements = copy.elements
         ones, flat = ((), ()) if elements == 1 else ((1,), (elements,))
-        return replace(copy, source_strides=ones, target_strides=ones, shape=flat)
+        return StridedCopy(copy.source, copy.source_offset, ones, copy.target_offset, ones, flat)
     if 0 in shape:
         return replace(copy, source_strides=(1,), target_strides=(1,), shape=(0,))
     dims: list[tuple[int, int, int]] = []
@@ -131,6 +131,17 @@ def check_cover(tensor: TargetTensor) -> list[Problem]:
     if twice is not None:
         problems.append(Problem(f"element {twice} of {tensor.elements} is written more than once", tensor.name, _PLAN_IS_WRONG))
     return problems
+
+
+def refuse_holes(plan: Plan) -> None:
+    """Raises Refused unless the plan writes every element of every target exactly once: the last look before the first byte.
+
+    Ranks that share a target are looked at once. Takes about a second for 200,000 copies.
+    """
+    distinct = {id(tensor): tensor for file in plan.files for tensor in file.tensors}
+    problems = [problem for tensor in distinct.values() for problem in check_cover(tensor)]
+    if problems:
+        raise Refused("the plan has holes or overlaps", problems[:40])
 
 
 def _view_problems(copy: StridedCopy, tensor: TargetTensor) -> list[str]:
