@@ -29,7 +29,8 @@ def run_cases(cases: Sequence[Case], folder: Path, ranks: int, timeout: int = 90
         options = [f"--worker_num={ranks}", f"--local_worker_num={ranks}", f"--master_port={_free_port()}", f"--log_dir={folder / 'log'}"]
         command = [msrun, *options, "--join=True", *words]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # msrun starts whatever `python` is first there
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+    # A rank that compiles on a busy machine sends no heartbeat for longer than the 30 s after which it counts as dead
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "MS_NODE_TIMEOUT": "600"}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:

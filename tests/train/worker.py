@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -78,6 +79,7 @@ def run(case: Case, rank: int) -> dict[str, Any]:
         results["overflows"].append(result.overflow)
         results["scales"].append(trainer.scale.scale)
         results["seconds"].append(time.perf_counter() - began)
+    results["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if case.save is not None:
         from train.checkpoint import save_checkpoint
         from train.training_state import Progress
