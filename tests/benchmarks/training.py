@@ -114,9 +114,8 @@ def on_four_ranks(folder: Path, work: Path) -> None:
     times = results[0]["seconds"][WARM_STEPS:]
     peaks = ", ".join(f"{result['peak_bytes'] / 1e6:.0f}" for result in results)
     first = results[0]["seconds"][0]
-    print(
-        f"tp 2 x pp 2, 4 micro-batches: a step {statistics.median(times):.2f} s ({min(times):.2f}-{max(times):.2f}), the first {first:.1f} s"
-    )
+    spread = f"{min(times):.2f}-{max(times):.2f}"
+    print(f"tp 2 x pp 2, 4 micro-batches: a step {statistics.median(times):.2f} s ({spread}), the first {first:.1f} s")
     print(f"peak memory of the ranks: {peaks} MB")
 
 
