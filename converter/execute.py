@@ -52,13 +52,13 @@ def execute(
     on_progress: Callable[[int], None] | None = None,
     on_file_done: Callable[[FileResult], None] | None = None,
     allow_overflow: bool = False,
-    durable: bool = False,
+    durable: bool = True,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[FileResult]:
     """Write every file of the plan under `output`, with `workers` threads; the results in the plan's order.
 
     `on_progress` gets the bytes of tensor data written so far, `on_file_done` each file when it has its final name; neither is called
-    by two threads at a time. With `durable` a file's bytes are on the disk before it gets its name. Each worker has two buffers of
+    by two threads at a time. A `durable` file's bytes are on the disk before it gets its name. Each worker has two buffers of
     `buffer_bytes`, and larger ones when it transposes large matrices (`gather.WIDENING`).
 
     Raises Refused for a source that cannot be read, is too short or changes meanwhile, for a file that cannot be written, and, when all
@@ -164,7 +164,7 @@ class _Run:
         self._sources = SourceFiles()
         self._targets = OpenFiles(os.O_WRONLY | os.O_NOFOLLOW)
         _check_paths(plan)
-        self._files = [PartialFile(file, output, layouts[file.format], self._targets) for file in plan.files]
+        self._files = [PartialFile(file, output, layouts[file.format], self._targets, options.durable) for file in plan.files]
         self._tasks = iter(_tasks(self._files))
         self._lock = threading.Lock()
         self._stopped = False
@@ -259,7 +259,7 @@ class _Run:
             return
         try:
             self._sources.check_unchanged({os.fspath(copy.source.path) for tensor in file.file.tensors for copy in tensor.copies})
-            result = file.finish(self._options.durable)
+            result = file.finish()
             self._results[result.path] = result
             if self._options.on_file_done is not None:
                 self._options.on_file_done(result)
