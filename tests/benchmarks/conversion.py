@@ -27,6 +27,10 @@ def measure(work: Path, gigabytes: float, rounds: int) -> None:
         Contender("hf2ms to safetensors", [*PROGRAM, "hf2ms", str(model), "-o", str(work / "out"), *TREE], work / "out"),
         Contender("hf2ms to .ckpt", [*PROGRAM, "hf2ms", str(model), "-o", str(work / "ckpt"), *TREE, "--format", "ckpt"], work / "ckpt"),
         Contender("ms2hf", [*PROGRAM, "ms2hf", str(tree), "-o", str(work / "back"), "--workers", "2"], work / "back"),
+        Contender("cp -r and sync", ["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', str(model), str(work / "cp")], work / "cp"),
+        Contender("hf2ms --durable", [*PROGRAM, "hf2ms", str(model), "-o", str(work / "out"), *TREE, "--durable"], work / "out"),
+        Contender("verify, bits only", [*PROGRAM, "verify", str(model), str(tree)]),
+        Contender("cat both sides", ["sh", "-c", 'cat "$0"/*.safetensors "$1"/rank_*/*.safetensors > /dev/null', str(model), str(tree)]),
     ]
     times = in_turn(contenders, rounds)
     show(f"{gigabytes:g} GB bfloat16 Llama, 4 shards, tp 2 x pp 2, 2 workers, {rounds} rounds in turn", times)
@@ -59,5 +63,5 @@ def main(work: Path, rounds: int = 5, large: bool = True) -> None:
     print(f"{machine()}, {time.strftime('%Y-%m-%d')}")
     measure(work, 2.0, rounds)
     if large:
-        measure(work, 8.0, 1)
+        measure(work, 8.0, 3)
     measure_planning(work)
