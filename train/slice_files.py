@@ -33,12 +33,12 @@ def write_arrays(folder: Path, path: str, file_format: str, arrays: Sequence[tup
     """Write C-contiguous arrays to `path` below `folder`; the file has its name when all of it is on the disk. -> its size in bytes."""
     targets = tuple(TargetTensor(name, DTYPES[array.dtype], array.shape, (), name) for name, array in arrays)
     kept = tuple(metadata.items()) if file_format == "safetensors" else ()
-    partial = PartialFile(TargetFile(path, file_format, targets, kept), folder, LAYOUTS[file_format], OpenFiles(os.O_WRONLY))
+    partial = PartialFile(TargetFile(path, file_format, targets, kept), folder, LAYOUTS[file_format], OpenFiles(os.O_WRONLY), durable=True)
     try:
         for index, (_, array) in enumerate(arrays):
             partial.write(index, 0, _bytes(array))
             partial.tensor_done(index, "")
-        return partial.finish(durable=True).size
+        return partial.finish().size
     except BaseException:
         partial.discard()
         raise

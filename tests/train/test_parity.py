@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from converter.ms2hf import HFOptions, plan_restoration, restore
 from tests.tiny_models import save_tiny, tiny_model
@@ -135,11 +136,23 @@ def test_twenty_steps_have_pytorchs_losses_and_end_with_its_weights(
     model, losses, _ = reference[variant]
     name = f"{variant}-{layout}"
     np.testing.assert_allclose(trained.results[name][0]["losses"], losses, rtol=1e-4)
-    assert losses[-1] < losses[0] - 0.1 or losses[-1] != pytest.approx(losses[0], rel=1e-3), "the weights have moved"
     exported = AutoModelForCausalLM.from_pretrained(trained.export(name)).state_dict()
+    began = tiny_model(variant, **MODELS[variant]).state_dict()
     for key, wanted in model.state_dict().items():
-        error = (exported[key] - wanted).norm() / wanted.norm()
-        assert error < 1e-4, f"{key}: {error}"
+        got, before = _defined(key, exported[key]), _defined(key, began[key])
+        error = (got - _defined(key, wanted)).norm() / _defined(key, wanted).norm()
+        moved = (got - before).norm() / before.norm()
+        assert error < 1e-4 < moved, f"{key}: off by {error}, moved by {moved}"
+
+
+def _defined(key: str, tensor: Any) -> Any:
+    """Without the bias of GPT-2's keys: it adds the same to all scores of a query, so its gradient is 0 but for rounding, and Adam, which
+    divides by the gradient's size, moves it by rounding errors.
+    """
+    if not key.endswith("attn.c_attn.bias"):
+        return tensor
+    size = len(tensor) // 3
+    return torch.cat((tensor[:size], tensor[2 * size :]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
