@@ -33,7 +33,7 @@ from converter.protobuf_wire import (
     read_integers,
 )
 from converter.recognise import not_a, recognise_opening
-from converter.tensors import Extent, FileLayout, StoredTensor
+from converter.tensors import Extent, FileIdentity, FileLayout, StoredTensor
 from converter.untrusted import MAX_AXES, MAX_NAME, Problems, name_problem, opened, quoted, shape_problem
 from mappings.errors import refuse
 
@@ -70,6 +70,7 @@ def read_ckpt(path: Path) -> list[StoredTensor]:
     (a string of `append_dict`, a hash table).
     """
     with opened(path) as (descriptor, size):
+        identity = FileIdentity.of(os.fstat(descriptor))
         opening = os.pread(descriptor, 4096, 0)
         if recognise_opening(opening, size) not in ("ckpt", "ckpt_truncated"):
             raise not_a("ckpt", path, opening, size)
@@ -79,7 +80,7 @@ def read_ckpt(path: Path) -> list[StoredTensor]:
             pieces = list(_pieces(source, path))
         except WireError as error:
             raise refuse(f"this MindSpore checkpoint is malformed: {error}", str(path), _BROKEN) from error
-    return _parameters(pieces, path)
+    return _parameters(pieces, path, identity)
 
 
 def _pieces(source: FileSource, path: Path) -> Iterator[_Piece]:
@@ -141,12 +142,12 @@ def _text(source: FileSource, field: Field, limit: int) -> str:
         raise WireError(f"the name at byte {field.start} is not UTF-8") from error
 
 
-def _parameters(pieces: Sequence[_Piece], path: Path) -> list[StoredTensor]:
+def _parameters(pieces: Sequence[_Piece], path: Path, identity: FileIdentity) -> list[StoredTensor]:
     problems = Problems(path)
     tensors = []
     seen: set[str] = set()
     for tag, group in groupby(pieces, key=lambda piece: piece.tag):
-        parameter = "two parameters have this name" if tag in seen else _parameter(tag, list(group), path)
+        parameter = "two parameters have this name" if tag in seen else _parameter(tag, list(group), path, identity)
         seen.add(tag)
         if isinstance(parameter, str):
             problems.add(tag, parameter, _SAVE_AGAIN)
@@ -156,7 +157,7 @@ def _parameters(pieces: Sequence[_Piece], path: Path) -> list[StoredTensor]:
     return tensors
 
 
-def _parameter(tag: str, pieces: Sequence[_Piece], path: Path) -> StoredTensor | str:
+def _parameter(tag: str, pieces: Sequence[_Piece], path: Path, identity: FileIdentity) -> StoredTensor | str:
     """The parameter that consecutive Values of one tag make up, or what is wrong with it."""
     if problem := name_problem(tag):
         return problem
@@ -175,7 +176,7 @@ def _parameter(tag: str, pieces: Sequence[_Piece], path: Path) -> StoredTensor |
     needed = math.prod(shape) * item_size(dtype)
     if held != needed:
         return f"its content is {held} bytes, its dims and type need {needed if needed < 2**63 else 'over 2**63'}"
-    return StoredTensor(tag, path, dtype, shape, extents)
+    return StoredTensor(tag, path, dtype, shape, extents, identity=identity)
 
 
 def ckpt_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> FileLayout:

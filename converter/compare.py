@@ -143,6 +143,7 @@ def _compare(
                 comparison.differences += found
                 comparison.slices += count
                 comparison.bytes_compared += nbytes
+        sources.check_unchanged()
     finally:
         sources.close_all()
     return comparison

@@ -61,9 +61,9 @@ def execute(
     by two threads at a time. A `durable` file's bytes are on the disk before it gets its name. Each worker has two buffers of
     `buffer_bytes`, and larger ones when it transposes large matrices (`gather.WIDENING`).
 
-    Raises Refused for a source that cannot be read, is too short or changes meanwhile, for a file that cannot be written, and, when all
-    else is done, for casts that made finite values infinite (unless `allow_overflow`). After any exception, KeyboardInterrupt
-    included, no thread is left, and the only files with a final name are complete.
+    Raises Refused for a source that cannot be read, is too short or has changed since its header was read, for a file that cannot be
+    written, and, when all else is done, for casts that made finite values infinite (unless `allow_overflow`). After any exception,
+    KeyboardInterrupt included, no thread is left, and the only files with a final name are complete.
     """
     return _Run(plan, output, layouts, _Options(allow_overflow, durable, buffer_bytes, on_progress, on_file_done)).execute(workers)
 
@@ -77,6 +77,8 @@ def read_blocks(tensor: TargetTensor, sources: SourceFiles | None = None) -> Ite
     try:
         for _, first, data in Gatherer(own).blocks([tensor]):
             yield first, data
+        if sources is None:
+            own.check_unchanged()
     finally:
         if sources is None:
             own.close_all()
@@ -87,6 +89,8 @@ def fill(tensor: TargetTensor, words: Words, sources: SourceFiles | None = None)
     own = SourceFiles() if sources is None else sources
     try:
         Gatherer(own).fill(tensor, words)
+        if sources is None:
+            own.check_unchanged()
     finally:
         if sources is None:
             own.close_all()

@@ -13,7 +13,8 @@ from typing import Any
 
 from converter.folder_lock import PROGRESS_FOLDER
 from converter.safetensors_format import read_header
-from converter.tensors import StoredTensor
+from converter.tensors import FileIdentity, StoredTensor
+from converter.untrusted import changed_files
 from mappings.errors import Problem, Refused, refuse
 from mappings.names import fold_names
 
@@ -220,6 +221,8 @@ def _read_weight_file(folder: Path, form: WeightForm, name: str) -> WeightFile:
         tensors, metadata = read_torch_bin(path), dict[str, str]()
     else:
         tensors, metadata = read_header(path)
+    if tensors and tensors[0].identity != FileIdentity.of(status):
+        raise changed_files([path])
     return WeightFile(name, path, status.st_size, status.st_mtime_ns, tuple(tensors), metadata)
 
 

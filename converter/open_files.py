@@ -9,8 +9,9 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from converter.tensors import StoredTensor
-from mappings.errors import Problem, Refused, refuse
+from converter.tensors import FileIdentity, StoredTensor
+from converter.untrusted import changed_files
+from mappings.errors import refuse
 
 MOST_OPEN = 256  # of each kind (sources, targets); less where the process may open less
 
@@ -78,11 +79,11 @@ class OpenFiles:
 
 
 class SourceFiles(OpenFiles):
-    """The files that a conversion reads. Each must stay as it was when it was first opened."""
+    """The files that a conversion reads. Each must stay as it was when its header was read, or else when it was first opened."""
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__(os.O_RDONLY | os.O_NONBLOCK, limit)  # a FIFO would block for ever
-        self._identities: dict[str, tuple[int, ...]] = {}
+        self._identities: dict[str, FileIdentity] = {}
 
     def _open(self, path: str) -> int:
         descriptor = super()._open(path)
@@ -90,8 +91,7 @@ class SourceFiles(OpenFiles):
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise refuse("not a regular file", path)
-            if self._identities.setdefault(path, _identity(status)) != _identity(status):
-                raise _changed([path])
+            self._check(path, FileIdentity.of(status))
         except BaseException:
             os.close(descriptor)
             raise
@@ -103,6 +103,8 @@ class SourceFiles(OpenFiles):
         Raises Refused for a file that cannot be read, has become shorter or has changed.
         """
         path = os.fspath(source.path)
+        if source.identity is not None:
+            self._check(path, source.identity)
         try:
             descriptor = self.acquire(path)
             try:
@@ -113,18 +115,22 @@ class SourceFiles(OpenFiles):
         except OSError as error:
             raise refuse(f"the file cannot be read: {error.strerror or error}", path, "see that the disk and its mount are well") from error
 
-    def check_unchanged(self, paths: Iterable[str]) -> None:
-        """Raises Refused for those of `paths` that were read and are not any more what they were (size, time of change, inode)."""
+    def _check(self, path: str, identity: FileIdentity) -> None:
+        if self._identities.setdefault(path, identity) != identity:
+            raise changed_files([path])
+
+    def check_unchanged(self, paths: Iterable[str] | None = None) -> None:
+        """Raises Refused for those of `paths` (all, without) that were read and are not any more what they were."""
         changed = []
-        for path in paths:
+        for path in list(self._identities) if paths is None else paths:
             before = self._identities.get(path)
             try:
-                if before is not None and before != _identity(os.stat(path)):
+                if before is not None and before != FileIdentity.of(os.stat(path)):
                     changed.append(path)
             except OSError:
                 changed.append(path)
         if changed:
-            raise _changed(changed)
+            raise changed_files(changed)
 
 
 def _read_piece(descriptor: int, source: StoredTensor, start: int, buffer: memoryview) -> None:
@@ -149,12 +155,3 @@ def _read_exactly(descriptor: int, offset: int, buffer: memoryview, source: Stor
             raise refuse(what, str(source.path), "nobody may write to the source during a conversion; restore the file and start again")
         buffer = buffer[count:]
         offset += count
-
-
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _changed(paths: list[str]) -> Refused:
-    mend = "nobody may write to the source during a conversion; start again when it is at rest"
-    return Refused("source files changed during the conversion", [Problem("changed since it was first read", path, mend) for path in paths])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from converter.dtypes import ITEM_SIZE, item_size
 from converter.recognise import MAX_SAFETENSORS_HEADER, not_a
-from converter.tensors import Extent, FileLayout, StoredTensor
+from converter.tensors import Extent, FileIdentity, FileLayout, StoredTensor
 from converter.untrusted import Problems, name_problem, opened, quoted, shape_problem
 from mappings.errors import refuse
 
@@ -43,9 +43,10 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     what it is.
     """
     with opened(path) as (descriptor, size):
+        identity = FileIdentity.of(os.fstat(descriptor))
         header = _header_bytes(descriptor, size, path)
     try:
-        tensors, metadata = _parse(header, path)
+        tensors, metadata = _parse(header, path, identity)
     except _Malformed as error:
         raise refuse(f"the header of this safetensors file is malformed: {error}", str(path), _BROKEN) from error
     # Stable: tensors without elements share their place and stay in the header's order
@@ -67,7 +68,7 @@ def _header_bytes(descriptor: int, size: int, path: Path) -> bytes:
     return os.pread(descriptor, length, 8)
 
 
-def _parse(header: bytes, path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
+def _parse(header: bytes, path: Path, identity: FileIdentity) -> tuple[list[StoredTensor], dict[str, str]]:
     try:
         cursor = _Cursor(header.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -79,7 +80,7 @@ def _parse(header: bytes, path: Path) -> tuple[list[StoredTensor], dict[str, str
         if name == _METADATA:
             metadata = {key: cursor.string() for key in cursor.members()}
             continue
-        tensor = _tensor(name, cursor.entry(), 8 + len(header), path)
+        tensor = _tensor(name, cursor.entry(), 8 + len(header), path, identity)
         if isinstance(tensor, str):
             problems.add(name, tensor)
         else:
@@ -168,7 +169,7 @@ def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _tensor(name: str, entry: Mapping[str, object], start: int, path: Path) -> StoredTensor | str:
+def _tensor(name: str, entry: Mapping[str, object], start: int, path: Path, identity: FileIdentity) -> StoredTensor | str:
     """The tensor of one entry, or what is wrong with it."""
     if problem := name_problem(name):
         return problem
@@ -188,7 +189,7 @@ def _tensor(name: str, entry: Mapping[str, object], start: int, path: Path) -> S
     needed = math.prod(shape) * ITEM_SIZE[dtype]
     if end - begin != needed:
         return f"its data_offsets span {end - begin} bytes, its shape and type need {needed if needed < 2**63 else 'over 2**63'}"
-    return StoredTensor(name, path, dtype, tuple(shape), (Extent(start + begin, end - begin),))
+    return StoredTensor(name, path, dtype, tuple(shape), (Extent(start + begin, end - begin),), identity=identity)
 
 
 def _check_coverage(tensors: Sequence[StoredTensor], start: int, size: int, path: Path) -> None:

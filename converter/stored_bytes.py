@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 
 from converter.dtypes import item_size, word_type
-from converter.tensors import StoredTensor, contiguous_strides
+from converter.tensors import FileIdentity, StoredTensor, contiguous_strides
+from converter.untrusted import changed_files
 from mappings.errors import refuse
 
 BLOCK_BYTES = 4 << 20
@@ -27,11 +28,13 @@ NUMPY_TYPES: dict[str, Any] = {
 def blocks(tensor: StoredTensor) -> Iterator[memoryview]:
     """The tensor's buffer, extent by extent, in blocks of at most 4 MiB; each is valid until the next is asked for.
 
-    Raises Refused when the file is shorter than its header says.
+    Raises Refused when the file is shorter than its header says, or not the one any more whose header was read.
     """
     buffer = memoryview(bytearray(min(BLOCK_BYTES, max((extent.length for extent in tensor.extents), default=0))))
-    descriptor = os.open(tensor.path, os.O_RDONLY)
+    descriptor = os.open(tensor.path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block for ever
     try:
+        if tensor.identity is not None and FileIdentity.of(os.fstat(descriptor)) != tensor.identity:
+            raise changed_files([tensor.path])
         for extent in tensor.extents:
             done = 0
             while done < extent.length:

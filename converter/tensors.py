@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from converter.dtypes import item_size
+
+
+class FileIdentity(NamedTuple):
+    """By what a file is known again: st_dev, st_ino, bytes, st_mtime_ns. Another file in its place, or writing to it, changes that."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> FileIdentity:
+        """The identity of the file with this status."""
+        return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +39,8 @@ class StoredTensor:
 
     `extents` are the pieces of its buffer in order (one, but for a .ckpt parameter over 512 MiB); `dtype` is a safetensors name.
     `strides` (elements, never negative) is None for a C-contiguous tensor; a torch tensor may be a strided view of its storage.
+    `identity` is the file's when its header was read, taken from the same descriptor: whoever reads the content later refuses a file that
+    is not that one any more. None where no header was read.
     """
 
     name: str
@@ -31,6 +49,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     extents: tuple[Extent, ...]
     strides: tuple[int, ...] | None = None
+    identity: FileIdentity | None = field(default=None, compare=False, repr=False)
 
     @property
     def elements(self) -> int:

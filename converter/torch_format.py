@@ -8,6 +8,7 @@ addresses of the storages differ from their places in the file by one constant, 
 from __future__ import annotations
 
 import io
+import os
 import pickletools
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from converter.dtypes import item_size
 from converter.recognise import KINDS, not_a, recognise_opening
-from converter.tensors import Extent, StoredTensor
-from converter.untrusted import Problems, name_problem, opened, quoted, shape_problem
+from converter.tensors import Extent, FileIdentity, StoredTensor
+from converter.untrusted import Problems, changed_files, name_problem, opened, quoted, shape_problem
 from mappings.errors import Refused, refuse
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def read_torch_bin(path: Path) -> list[StoredTensor]:
     plain CPU tensors, and for a pickle that asks for anything but tensors.
     """
     with opened(path) as (descriptor, size), open(descriptor, "rb", closefd=False) as file:
+        identity = FileIdentity.of(os.fstat(descriptor))
         opening = file.read(4096)
         if recognise_opening(opening, size) == "torch_legacy":
             raise refuse(f"this is {KINDS['torch_legacy'].phrase}", str(path), KINDS["torch_legacy"].mend)
@@ -67,9 +69,11 @@ def read_torch_bin(path: Path) -> list[StoredTensor]:
             raise not_a("torch_zip", path, opening, size)
         storages = _storages(_BoundedReads(file, size), size, path)
         state = _load(path)
+        if FileIdentity.of(os.stat(path)) != identity:  # PyTorch opened it by its name
+            raise changed_files([path])
         _check_state(state, path)
         placed = _placed(state.values(), storages, file, path)
-        return [_stored(name, tensor, placed, path) for name, tensor in state.items()]
+        return [_stored(name, tensor, placed, path, identity) for name, tensor in state.items()]
 
 
 class _BoundedReads:
@@ -222,10 +226,10 @@ def _placed(tensors: Iterable[torch.Tensor], storages: Sequence[_Storage], file:
     return placed
 
 
-def _stored(name: str, tensor: torch.Tensor, placed: Mapping[int, _Storage], path: Path) -> StoredTensor:
+def _stored(name: str, tensor: torch.Tensor, placed: Mapping[int, _Storage], path: Path, identity: FileIdentity) -> StoredTensor:
     dtype, shape = SAFETENSORS_TYPES[str(tensor.dtype)], tuple(tensor.shape)
     if not tensor.numel():
-        return StoredTensor(name, path, dtype, shape, (Extent(0, 0),))
+        return StoredTensor(name, path, dtype, shape, (Extent(0, 0),), identity=identity)
     storage = placed[tensor.untyped_storage().data_ptr()]
     begin = tensor.storage_offset() * item_size(dtype)
     last = sum((axis - 1) * stride for axis, stride in zip(shape, tensor.stride(), strict=True))
@@ -233,7 +237,7 @@ def _stored(name: str, tensor: torch.Tensor, placed: Mapping[int, _Storage], pat
     if begin + length > storage.length:
         raise _unplaced(path)
     strides = None if tensor.is_contiguous() else tuple(tensor.stride())
-    return StoredTensor(name, path, dtype, shape, (Extent(storage.offset + begin, length),), strides)
+    return StoredTensor(name, path, dtype, shape, (Extent(storage.offset + begin, length),), strides, identity)
 
 
 def _unplaced(path: Path) -> Refused:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,6 +36,13 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
             os.close(descriptor)
     except OSError as error:
         raise refuse(f"the file cannot be read: {error.strerror or error}", str(path)) from error
+
+
+def changed_files(paths: Iterable[str | Path]) -> Refused:
+    """The refusal of files that changed between two looks at them: their headers no longer say what their bytes are."""
+    mend = "nobody may write to them meanwhile; start again when they are at rest"
+    problems = [Problem("changed since its header was read", str(path), mend) for path in paths]
+    return Refused("files changed while they were being read", problems)
 
 
 def quoted(text: str) -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from converter import gather, open_files
 from converter.dtypes import item_size, word_type
 from converter.execute import execute, fill, read_blocks
 from converter.plan import Plan, StridedCopy, TargetFile, TargetTensor
-from converter.tensors import Extent, FileLayout, StoredTensor
+from converter.tensors import Extent, FileIdentity, FileLayout, StoredTensor
 from mappings.errors import Refused
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -471,6 +471,31 @@ def test_a_source_that_changes_during_the_run_is_refused_and_its_file_gets_no_na
     assert [problem.where for problem in refused.value.problems] == [str(source.path)]
     assert "changed" in refused.value.title
     assert files_in(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_source_that_changed_before_it_was_first_opened_is_refused_by_its_name(tmp_path: Path, number: int) -> None:
+    sources = Sources(tmp_path)
+    files = []
+    for name in ("first", "second"):
+        stored = sources.add(name, (50_000,), "F32")
+        source = replace(stored, identity=FileIdentity.of(stored.path.stat()))
+        target = new_target(name, (50_000,), "F32", name)
+        target.assign(target.array, source, sources.arrays[name], sources.arrays[name])
+        files.append(TargetFile(f"{name}.torn", "torn", (target.tensor,)))
+    path = files[number].tensors[0].copies[0].source.path
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    os.utime(copy, ns=(0, path.stat().st_mtime_ns))
+    copy.replace(path)  # as long, and as old
+    with pytest.raises(Refused, match="changed") as refused:
+        execute(Plan(tuple(files)), tmp_path / "out", workers=1, layouts=LAYOUTS)
+    assert [problem.where for problem in refused.value.problems] == [str(path)]
+    assert files_in(tmp_path / "out") == ["first.torn"][:number]
+    for read in (lambda tensor: fill(tensor, np.empty(tensor.shape, np.uint32)), lambda tensor: list(read_blocks(tensor))):
+        with pytest.raises(Refused, match="changed"):
+            read(files[number].tensors[0])
+        read(files[1 - number].tensors[0])
 
 
 def test_progress_counts_every_byte_and_files_are_complete_when_they_are_reported(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from converter.hf2ms import RankTreeOptions, convert, plan_conversion
+from mappings.errors import Refused
 from tests.converter.command_line import assert_same_folder, done, ms_convert, refused, round_trip
 from tests.tiny_models import as_pytorch_bin, save_tiny
 
@@ -308,3 +310,35 @@ def test_a_folder_that_the_user_may_not_read(single: Path, tmp_path: Path) -> No
         pytest.skip("root may read everything")
     (single / "model.safetensors").chmod(0)
     assert "Permission denied" in refusal(single)
+
+
+def add_one_to_the_last_byte(path: Path) -> None:
+    """In place, as a download or a training run that still writes would."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last + 1 & 255]))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+@pytest.mark.parametrize("moment", ["before the first byte", "in the middle"])
+def test_a_shard_that_changes_after_its_header_was_read_is_refused_by_its_name(moment: str, form: str, sharded: Path) -> None:
+    if form == "torch":
+        as_pytorch_bin(sharded)
+    conversion = plan_conversion(sharded, RankTreeOptions(tp=2, workers=1))
+    path = conversion.source.folder.files[-1].path
+    before = path.stat()
+    out = sharded.parent / "out"
+
+    def change(done: int = 0) -> None:
+        if path.stat().st_mtime_ns == before.st_mtime_ns:
+            add_one_to_the_last_byte(path)
+
+    if moment == "before the first byte":
+        change()
+    with pytest.raises(Refused, match="changed") as caught:
+        convert(conversion, out, change)
+    assert path.stat().st_size == before.st_size
+    assert [problem.where for problem in caught.value.problems] == [str(path)]
+    assert not (out / "manifest.json").exists()

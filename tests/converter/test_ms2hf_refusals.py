@@ -13,8 +13,14 @@ import pytest
 import xxhash
 from safetensors.numpy import load_file, save_file
 
+from converter import ms2hf
 from converter.ckpt_format import read_ckpt
+from converter.compare import compare_weights
+from converter.hf_folder import read_hf_folder
+from converter.rank_tree import read_rank_tree
 from converter.safetensors_format import read_header
+from converter.source_model import understand
+from mappings.errors import Refused
 from tests.conftest import TinyFolder
 from tests.converter.command_line import assert_same_folder, done, files_of, refused
 
@@ -291,3 +297,45 @@ def test_after_the_mend_the_same_command_succeeds(tree: Path, tiny_folder: TinyF
     path.write_bytes(whole)
     done("ms2hf", tree, "-o", tree.parent / "back")
     assert_same_folder(tiny_folder(VARIANT, tokenizer=True), tree.parent / "back")
+
+
+@pytest.mark.parametrize("moment", ["before the checksums", "after the checksums"])
+def test_a_slice_that_changes_after_its_header_was_read_is_refused_by_its_file(
+    moment: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restoration = ms2hf.plan_restoration(tree, ms2hf.HFOptions())
+    check_slices = ms2hf.check_slices
+
+    def change(*arguments: Any) -> None:
+        if moment == "after the checksums":
+            check_slices(*arguments)
+        flip(tree, 1, "layers.0.attention.q_proj.weight")
+        if moment == "before the checksums":
+            check_slices(*arguments)
+
+    monkeypatch.setattr(ms2hf, "check_slices", change)
+    with pytest.raises(Refused, match="changed") as caught:
+        ms2hf.restore(restoration, tree.parent / "back")
+    assert [problem.where for problem in caught.value.problems] == [str(rank_file(tree, 1))]
+    assert not (tree.parent / "back" / "config.json").exists()
+
+
+def test_a_slice_that_changes_after_its_header_was_read_is_not_compared(tree: Path, tiny_folder: TinyFolder) -> None:
+    source, slices = understand(read_hf_folder(tiny_folder(VARIANT, tokenizer=True))), read_rank_tree(tree)
+    assert compare_weights(source, slices).equal
+    flip(tree, 6, "layers.2.attention.q_proj.weight")
+    with pytest.raises(Refused, match="changed") as caught:
+        compare_weights(source, slices)
+    assert [problem.where for problem in caught.value.problems] == [str(rank_file(tree, 6))]
+
+
+def test_a_slice_that_changes_while_it_is_compared_is_refused(tree: Path, tiny_folder: TinyFolder) -> None:
+    source, slices = understand(read_hf_folder(tiny_folder(VARIANT, tokenizer=True))), read_rank_tree(tree)
+    changed: list[str] = []
+
+    def change(nbytes: int) -> None:
+        if not changed:
+            changed.append(flip(tree, 0, "embedding.tokens.embedding_table"))
+
+    with pytest.raises(Refused, match="changed"):
+        compare_weights(source, slices, 1, change)
