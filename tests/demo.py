@@ -1,7 +1,7 @@
 """The demo: what a user types, on real weights, and a check of the result that takes nothing from this project.
 
-`python -m tests.demo` converts SmolLM2 (tp 3, pp 2) to MindSpore ranks and back; `--model FOLDER` does it with a folder of your own. Its
-exit code is 0 only if the folder that comes back is the folder that went in, bit for bit, and Transformers runs it.
+`python -m tests.demo` converts SmolLM2 (tp 3, pp 2) to MindSpore ranks and back, and then trains a small model on four ranks;
+`--model FOLDER` converts a folder of your own. Its exit code is 0 only if the folder that comes back is the folder that went in, bit for bit, and Transformers runs it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from tests.real_models import REPOSITORY, smollm2_folder
+from tests.training_demo import TrainingFailed, run_training_demo
 
 MARK = ".made-by-the-demo"
 WEIGHTS = {".safetensors", ".bin"}
@@ -49,7 +50,9 @@ def main() -> None:
         model = given.model if own else smollm2_folder()
         out = _fresh_folder(given.out or REPOSITORY / ".cache" / "demo")
         run_demo(model, out, tp=given.tp or (1 if own else 3), pp=given.pp or (1 if own else 2), show_refusal=not own)
-    except DemoFailed as failure:
+        if not own:
+            run_training_demo(out / "training")
+    except (DemoFailed, TrainingFailed) as failure:
         sys.exit(f"\nThe demo FAILED: {failure}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tests.benchmarks import conversion
+from tests.benchmarks import conversion, training
 
 
 @click.command()
@@ -16,12 +16,13 @@ from tests.benchmarks import conversion
 @click.option("--large/--no-large", default=True, show_default=True, help="Measure an 8 GB model too, for the memory.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where to work. Default: a temporary folder in .cache/.")
 def main(rounds: int, large: bool, folder: Path | None) -> None:
-    """Measure conversion against `cp -r`."""
+    """Measure conversion against `cp -r`, and the trainer against the bare model."""
     cache = Path(__file__).parents[2] / ".cache"
     cache.mkdir(exist_ok=True)
     work = folder or Path(tempfile.mkdtemp(prefix="bench-", dir=cache))
     try:
         conversion.main(work, rounds, large)
+        training.main(work)
     finally:
         if folder is None:
             shutil.rmtree(work)
