@@ -1,7 +1,8 @@
 """The demo: what a user types, on real weights, and a check of the result that takes nothing from this project.
 
 `python -m tests.demo` converts SmolLM2 (tp 3, pp 2) to MindSpore ranks and back, and then trains a small model on four ranks;
-`--model FOLDER` converts a folder of your own. Its exit code is 0 only if the folder that comes back is the folder that went in, bit for bit, and Transformers runs it.
+`--model FOLDER` converts a folder of your own. Its exit code is 0 only if the folder that comes back is the folder that went in, bit for
+bit, and Transformers runs it.
 """
 
 from __future__ import annotations

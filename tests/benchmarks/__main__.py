@@ -1,4 +1,4 @@
-"""`make bench`: all measurements, in a temporary folder of the disk that holds the repository (about 50 GB are needed for the 8 GB model)."""
+"""`make bench`: all measurements, in a temporary folder of the disk that holds the repository (about 50 GB are needed for 8 GB)."""
 
 from __future__ import annotations
 
