@@ -149,7 +149,7 @@ class Gatherer:
         item = item_size(box.source.dtype)
         read = self._reads[id(box.source)]
         stays = in_order(box.dims) or read.nbytes <= self._spans.nbytes
-        used = read.share if stays else run / box.dims[outer - 1].source
+        used = read.share if stays else min(1.0, run / max(1, box.dims[outer - 1].source))  # an expanded axis has no stride
         unpacked = 0 if direct else run * item / 2
         return CALL_BYTES + run * item + unpacked < run * item / used + run * item / 2
 
@@ -173,7 +173,7 @@ class Gatherer:
         """The exact span widened to whole rows of the source, as far as the group reads it: its other targets find their parts there."""
         size, stride, _ = box.dims[0]
         read = self._reads.get(id(box.source))
-        if read is None:
+        if read is None or not stride:
             return exact
         low = exact[0] - exact[0] % stride
         return max(low, read.low), max(exact[1], min(low + size * stride, read.high))

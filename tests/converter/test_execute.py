@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import combinations, pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from converter import gather, open_files
 from converter.dtypes import item_size, word_type
 from converter.execute import execute, fill, read_blocks
 from converter.plan import Plan, StridedCopy, TargetFile, TargetTensor
+from converter.strided import refuse_holes
 from converter.tensors import Extent, FileIdentity, FileLayout, StoredTensor
 from mappings.errors import Refused
 
@@ -289,6 +290,34 @@ def test_rows_of_a_strided_buffer_that_ends_within_its_last_row_are_read(tmp_pat
     plan = Plan(tuple(TargetFile(f"{index}.torn", "torn", (target.tensor,)) for index, target in enumerate(halves)))
     results = execute(plan, tmp_path / "out", workers=1, layouts=LAYOUTS)
     check_files(plan, tmp_path / "out", {(f"{index}.torn", "half"): target.array.tobytes() for index, target in enumerate(halves)}, results)
+
+
+@pytest.mark.parametrize("target_dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("expanded", [axes for count in (1, 2, 3) for axes in combinations(range(3), count)])
+@pytest.mark.parametrize(("buffer", "call"), [(64, 0), (1024, 1 << 20), (1 << 22, 16 << 10)])
+def test_expanded_axes_without_a_stride_are_repeated_in_every_order_of_axes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer: int, call: int, expanded: tuple[int, ...], target_dtype: str
+) -> None:
+    monkeypatch.setattr(gather, "CALL_BYTES", call)
+    shape = (5, 7, 40)
+    values = torch.from_numpy(np.random.default_rng(3).standard_normal([1 if axis in expanded else shape[axis] for axis in range(3)]))
+    source = Sources(tmp_path)
+    stored = source.add("norm", tuple(values.shape), "F32", 2, words_of(values.float()))
+    base = source.arrays["norm"]
+    for order in permutations(range(3)):
+        expected = values.float().expand(shape).permute(order).to(TORCH[target_dtype]).contiguous()
+        view = np.broadcast_to(base, shape).transpose(order)
+        for cuts in ([0, view.shape[0]], [0, 2, view.shape[0]]):
+            halves = []
+            for low, high in pairwise(cuts):
+                target = new_target("norm", (high - low, *view.shape[1:]), target_dtype, "norm")
+                target.assign(target.array, stored, view[low:high], base)
+                halves.append(target.tensor)
+            plan = Plan(tuple(TargetFile(f"{index}.torn", "torn", (half,)) for index, half in enumerate(halves)))
+            refuse_holes(plan)
+            execute(plan, tmp_path / "out", workers=1, layouts=LAYOUTS, buffer_bytes=buffer)
+            written = b"".join(contents(tmp_path / "out" / file.path, file)["norm"] for file in plan.files)
+            assert written == words_of(expected).tobytes()
 
 
 def test_padding_is_zero_and_empty_tensors_and_files_are_written(tmp_path: Path) -> None:
