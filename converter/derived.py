@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from converter.source_model import SourceModel
-from converter.stored_bytes import read_small, same_bytes
+from converter.stored_bytes import MAX_SMALL_BYTES, read_small, same_bytes
 from converter.tensors import StoredTensor
 from mappings.errors import Problem, Refused
 from mappings.names import fold_names
 from model.config import ModelConfig
 
 HALF_PRECISION = {"F16", "BF16"}
+_MASKED = -9e3  # GPT-2's -1e4 is -9984 in bfloat16; no score that a model makes is near it
 
 
 def check_not_carried(source: SourceModel) -> None:
@@ -54,25 +55,28 @@ def _is_inv_freq(tensor: StoredTensor, config: ModelConfig) -> bool:
         return False
     if config.rope.scaling is not None:
         return True
+    found = _float64(tensor)  # before anything of the size that its shape says is made
     expected = config.rope.theta ** -(np.arange(0, config.rope.rotary_dim, 2, dtype=np.float64) / config.rope.rotary_dim)
     relative = 2e-2 if tensor.dtype in HALF_PRECISION else 1e-5
-    return bool(np.allclose(_float64(tensor), expected, rtol=relative, atol=1e-6 if tensor.dtype in HALF_PRECISION else 0.0))
+    return bool(np.allclose(found, expected, rtol=relative, atol=1e-6 if tensor.dtype in HALF_PRECISION else 0.0))
 
 
 def _is_arange(tensor: StoredTensor, config: ModelConfig) -> bool:
+    if tensor.elements * np.dtype(np.int64).itemsize > MAX_SMALL_BYTES:
+        return False
     values = read_small(tensor).reshape(-1)
     return bool(np.array_equal(values, np.arange(values.size)))
 
 
 def _is_causal_mask(tensor: StoredTensor, config: ModelConfig) -> bool:
-    if len(tensor.shape) < 2 or tensor.shape[-1] != tensor.shape[-2]:
+    if len(tensor.shape) < 2 or not tensor.elements or tensor.shape[-1] != tensor.shape[-2]:
         return False
     values = read_small(tensor)
     return bool(np.array_equal(values, np.broadcast_to(np.tri(tensor.shape[-1], dtype=bool), tensor.shape)))
 
 
 def _is_masked_bias(tensor: StoredTensor, config: ModelConfig) -> bool:
-    return tensor.elements == 1 and bool(np.all(_float64(tensor) <= -1e4))
+    return tensor.elements == 1 and bool(np.all(_float64(tensor) <= _MASKED))
 
 
 def _anything(tensor: StoredTensor, config: ModelConfig) -> bool:

@@ -56,9 +56,14 @@ def checksum(tensor: StoredTensor) -> str:
 
 
 def read_small(tensor: StoredTensor) -> np.ndarray[Any, Any]:
-    """The tensor as a numpy array (bfloat16 as ml_dtypes'). Raises Refused above 256 MiB: for buffers and the like, not for weights."""
-    if sum(extent.length for extent in tensor.extents) > MAX_SMALL_BYTES:
+    """The tensor as a numpy array (bfloat16 as ml_dtypes'). For buffers and the like, not for weights.
+
+    Raises Refused above 256 MiB, in the file or by its shape (few bytes may be expanded to many), and for a type that numpy has not.
+    """
+    if max(sum(extent.length for extent in tensor.extents), tensor.nbytes) > MAX_SMALL_BYTES:
         raise refuse(f"{tensor.name} is too large for what it should be", str(tensor.path), "check that the file is this model's")
+    if tensor.dtype not in NUMPY_TYPES:
+        raise refuse(f"{tensor.name} is {tensor.dtype}, not what it should be", str(tensor.path), "check that the file is this model's")
     content = b"".join(bytes(block) for block in blocks(tensor))
     flat = np.frombuffer(content, dtype=NUMPY_TYPES[tensor.dtype])
     strides = tuple(stride * flat.itemsize for stride in tensor.strides or contiguous_strides(tensor.shape))

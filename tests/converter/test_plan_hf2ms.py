@@ -283,6 +283,21 @@ def test_a_tied_embedding_is_where_the_head_needs_it(pp: int, holders: list[int]
     assert len({id(tensor) for tensor in embeddings.values()}) == 1
 
 
+@pytest.mark.parametrize(("value", "right"), [(-1e4, True), (-65504.0, True), (-1e3, False), (1e4, False)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_masked_bias_may_be_rounded_to_the_model_s_type(
+    dtype: Any, value: float, right: bool, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    def bias(tensors: Arrays) -> None:
+        tensors["transformer.h.1.attn.masked_bias"] = np.array(value, dtype)
+
+    folder = changed(tiny_folder("gpt2"), tmp_path / "model", bias)
+    if right:
+        check_not_carried(understand(read_hf_folder(folder)))
+    else:
+        assert "transformer.h.1.attn.masked_bias" in str(refusal(folder))
+
+
 def test_a_wrong_derived_buffer_is_refused_and_a_right_one_listed(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     def buffers(tensors: Arrays, wrong: bool) -> None:
         for layer in range(4):

@@ -18,11 +18,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from converter.derived import check_not_carried
 from converter.dtypes import word_type
+from converter.hf_folder import read_hf_folder
+from converter.source_model import understand
 from converter.tensors import StoredTensor
 from converter.torch_format import SAFETENSORS_TYPES, read_torch_bin
+from mappings.errors import Refused
 from tests.conftest import TinyFolder
+from tests.converter.command_line import done, tensors_of
 from tests.converter.stored_bytes import accepted, assert_inside, damaged, each_truncation, read_words, refusal
+from tests.tiny_models import as_pytorch_bin, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -362,3 +368,66 @@ def test_random_bytes_are_refused_and_nothing_else(scratch: Path, data: bytes) -
     assert accepted(read_torch_bin, scratch, data) is None
     assert accepted(read_torch_bin, scratch, b"PK\x03\x04" + data) is None
     assert accepted(read_torch_bin, scratch, _rezipped(_small(), {"data.pkl": data})) is None
+
+
+def _with(folder: Path, variant: str, tensors: Mapping[str, Any]) -> Path:
+    """A folder with a PyTorch file, some of its tensors replaced or added."""
+    import torch
+
+    save_tiny(folder, variant)
+    as_pytorch_bin(folder)
+    path = folder / "pytorch_model.bin"
+    state = torch.load(path, weights_only=True)
+    torch.save(state | dict(tensors), path)
+    return folder
+
+
+def test_expanded_weights_are_converted_as_what_they_stand_for(tmp_path: Path) -> None:
+    import torch
+
+    expanded = {
+        "model.norm.weight": torch.full((1,), 1.25).expand(64),
+        "model.layers.1.self_attn.q_proj.weight": torch.linspace(-1.5, 0.5, 64).expand(64, 64),
+        "model.layers.2.self_attn.o_proj.weight": torch.linspace(-1.5, 0.5, 64)[:, None].expand(64, 64),
+        "model.layers.3.mlp.down_proj.weight": torch.tensor(-0.75).expand(64, 96),
+    }
+    source = _with(tmp_path / "model", "llama-gqa", expanded)
+    original = torch.load(source / "pytorch_model.bin", weights_only=True)
+    assert all(original[name].shape == expanded[name].shape and 0 in original[name].stride() for name in expanded)
+    done("hf2ms", source, "-o", tmp_path / "slices", "--tp", 2, "--pp", 2)
+    done("verify", source, tmp_path / "slices")
+    done("ms2hf", tmp_path / "slices", "-o", tmp_path / "back")
+    back = tensors_of(tmp_path / "back")
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[name], original[name]) for name in original)
+
+
+def _refusal_of_buffer(folder: Path, buffer: Any) -> str:
+    source = understand(read_hf_folder(_with(folder, "gpt2", {"transformer.h.2.attn.bias": buffer})))
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refused) as caught:
+            check_not_carried(source)
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()
+    assert "transformer.h.2.attn.bias" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 60_000, 60_000), (0, 1, 60_000, 60_000)])
+def test_a_buffer_that_is_small_in_the_file_and_huge_by_its_shape_is_refused_without_the_memory(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    import torch
+
+    message = _refusal_of_buffer(tmp_path / "model", torch.ones(1, 1, 1, 1, dtype=torch.bool)[: shape[0]].expand(shape))
+    assert ("too large" if all(shape) else "values are others") in message
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "complex64"])
+def test_a_buffer_of_a_type_that_it_cannot_have_is_refused_by_its_name(dtype: str, tmp_path: Path) -> None:
+    import torch
+
+    buffer = torch.ones(64, 64).tril()[None, None].to(getattr(torch, dtype))
+    assert SAFETENSORS_TYPES[f"torch.{dtype}"] in _refusal_of_buffer(tmp_path / "model", buffer)
