@@ -25,7 +25,7 @@ from converter.plan import TargetTensor
 from converter.plan_hf2ms import plan_rank_tree
 from converter.rank_tree import RankTree
 from converter.source_model import SourceModel
-from converter.stored_bytes import NUMPY_TYPES
+from converter.stored_bytes import NUMPY_TYPES, blocks
 from converter.tensors import StoredTensor
 
 Slices = Mapping[int, Mapping[str, StoredTensor]]
@@ -53,7 +53,7 @@ class Holding:
 @dataclass(frozen=True)
 class TensorDifference:
     """A slice that is not what the folder gives: first differing index in the slice, the two values there, how many elements differ,
-    and the largest absolute and relative error (relative to the largest magnitude of the expected slice; None for integers).
+    and the largest absolute and relative error (relative to the largest magnitude in the slice).
     """
 
     name: str
@@ -252,7 +252,7 @@ class _Tally:
         self.buffer = bytearray()
         self.elements = 0
         self.first: tuple[int, float, float] | None = None
-        self.largest = self.scale = 0.0
+        self.largest = 0.0
 
     def compare(self, sources: SourceFiles, first: int, expected: memoryview) -> None:
         item = item_size(self.stored.dtype)
@@ -266,8 +266,6 @@ class _Tally:
                 np.frombuffer(expected.cast("B"), NUMPY_TYPES[self.stored.dtype]),
                 np.frombuffer(found, NUMPY_TYPES[self.stored.dtype]),
             )
-        elif self.elements:
-            self.scale = max(self.scale, _largest(np.frombuffer(expected.cast("B"), NUMPY_TYPES[self.stored.dtype]).astype(np.float64)))
 
     def _tally(self, first: int, expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
         word = f"u{expected.itemsize}"
@@ -277,13 +275,16 @@ class _Tally:
             self.first = (first + int(differing[0]), float(a[differing[0]]), float(b[differing[0]]))
         self.elements += len(differing)
         self.largest = max(self.largest, _largest((a - b)[differing]))
-        self.scale = max(self.scale, _largest(a))
 
     def difference(self) -> TensorDifference:
         assert self.first is not None
         index, expected, found = self.first
         place = tuple(int(axis) for axis in np.unravel_index(index, self.stored.shape)) if self.stored.shape else ()
-        relative = self.largest / self.scale if self.scale else float("inf")
+        scale = max(
+            (_largest(np.frombuffer(block, NUMPY_TYPES[self.stored.dtype]).astype(np.float64)) for block in blocks(self.stored)),
+            default=0.0,
+        )
+        relative = self.largest / scale if scale else float("inf")
         return TensorDifference(
             self.stored.name, self.file, "other bits", self.stored.shape, place, expected, found, self.elements, self.largest, relative
         )

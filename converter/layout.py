@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -129,7 +130,11 @@ def split_layers(layers: int, pp: int, given: tuple[int, ...] | None) -> tuple[i
         return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
     problems = []
     if len(given) != pp:
-        problems.append(Problem(f"--layers-per-stage names {len(given)} stages, --pp is {pp}", mend="give one count per stage"))
+        problems.append(
+            Problem(
+                f"--layers-per-stage names {len(given)} stages, --pp is {pp}", mend=f"give one count per stage, or say --pp {len(given)}"
+            )
+        )
     if any(count < 1 for count in given):
         problems.append(Problem("a stage has no layer", mend="give every stage at least one"))
     if sum(given) != layers:
@@ -154,9 +159,27 @@ def make_layout(
         raise Refused("no such layout", [Problem(f"tp {tp}, pp {pp}, dp {dp}", mend="let each be at least 1")])
     if tp * pp * dp > MAX_RANKS:
         raise Refused("too many ranks", [Problem(f"tp {tp} x pp {pp} x dp {dp} is more than {MAX_RANKS}")])
-    _check_tensor_parallel(expansion, tp)
-    stages = split_layers(config.layers, pp, layers_per_stage)
-    return ParallelLayout(tp, pp, dp, stages, config.vocab, padded_vocabulary(config.vocab, tp, vocab_multiple))
+    refusals: list[Refused] = []
+    with _collected(refusals):
+        _check_tensor_parallel(expansion, tp)
+    with _collected(refusals):
+        stages = split_layers(config.layers, pp, layers_per_stage)
+    with _collected(refusals):
+        padded = padded_vocabulary(config.vocab, tp, vocab_multiple)
+    if len(refusals) == 1:
+        raise refusals[0]
+    if refusals:
+        raise Refused("the layout does not fit this model", [problem for refusal in refusals for problem in refusal.problems])
+    return ParallelLayout(tp, pp, dp, stages, config.vocab, padded)
+
+
+@contextlib.contextmanager
+def _collected(refusals: list[Refused]) -> Iterator[None]:
+    """Keep a refusal for later, so that all of them are told at once."""
+    try:
+        yield
+    except Refused as refusal:
+        refusals.append(refusal)
 
 
 AXIS_WORDS = {"heads": "attention heads", "kv_heads": "KV heads", "ffn": "feed-forward width", "expert_ffn": "expert feed-forward width"}

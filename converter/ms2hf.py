@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -14,6 +14,7 @@ from converter.execute import execute
 from converter.manifest import MANIFEST, SIDE_FOLDER, SideFileRecord, write_atomically
 from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
 from converter.output_folder import HF_FOLDER, FileRecord, OutputFolder, Run, finish_interrupted, missing_space, recorded_run
+from converter.partial_files import sync_files
 from converter.plan import Plan
 from converter.plan_ms2hf import HFFolderPlan, plan_hf_folder, replicas_of
 from converter.rank_tree import RankTree, index_text, read_rank_tree, recorded_checksums
@@ -25,6 +26,7 @@ from converter.tensors import StoredTensor
 from mappings.errors import Problem, Refused
 
 CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,24 @@ def plan_restoration(folder: Path, options: HFOptions) -> Restoration:
     decisive = [xxhash.xxh3_128(manifest).hexdigest(), options.dtype, str(options.allow_overflow)]
     identity = xxhash.xxh3_128(json.dumps(decisive).encode()).hexdigest()
     shown = {"rank tree": str(folder.resolve()), "--dtype": options.dtype, "--allow-overflow": str(options.allow_overflow)}
-    return Restoration(tree, planned, Run(identity, shown), options)
+    restoration = Restoration(tree, planned, Run(identity, shown), options)
+    return replace(restoration, run=replace(restoration.run, paths=tuple(_paths(restoration))))
+
+
+def _paths(restoration: Restoration) -> Iterable[str]:
+    """Every file of the Hugging Face folder, `config.json` last."""
+    yield from (file.path for file in restoration.planned.plan.files)
+    yield from (record.name for record in _kept(restoration))
+    if _index_to_write(restoration) is not None:
+        yield INDEX
+    yield CONFIG
+
+
+def _kept(restoration: Restoration) -> list[SideFileRecord]:
+    """The side files that come back as they are, without `config.json`, which is the last."""
+    source = restoration.tree.manifest.source
+    new_index = _index_to_write(restoration) is not None
+    return [record for record in source.side_files if record.name != CONFIG and not (new_index and record.name == source.index)]
 
 
 def restore(restoration: Restoration, output: Path, on_progress: OnProgress | None = None) -> Outcome:
@@ -91,6 +110,9 @@ def restore(restoration: Restoration, output: Path, on_progress: OnProgress | No
         )  # fmt: skip
         outcome.files, outcome.bytes_written = len(results), sum(result.size for result in results)
         _finish(restoration, folder)
+    cast = tree.manifest.dtype
+    if options.dtype == "original" and cast not in ("keep", "fp32"):
+        outcome.notes.append(f"hf2ms cast the weights to {cast}: they come back in their own dtypes with the values that the cast left")
     if options.dtype != "original":
         outcome.notes.append(f"the weights are {options.dtype}; config.json came back as it was, mend its dtype by hand")
     return outcome
@@ -137,13 +159,14 @@ def _finish(restoration: Restoration, folder: OutputFolder) -> None:
     source = restoration.tree.manifest.source
     side = restoration.tree.path / SIDE_FOLDER
     index = _index_to_write(restoration)
-    kept = [record for record in source.side_files if record.name not in (CONFIG, source.index)]
-    if source.index is not None and index is None:
-        kept += [record for record in source.side_files if record.name == source.index]
-    restore_side_files(kept, side, folder.path)
+    restore_side_files(_kept(restoration), side, folder.path)
     if index is not None:
-        write_atomically(folder.path / "model.safetensors.index.json", index)
+        write_atomically(folder.path / INDEX, index)
+    if restoration.options.durable:
+        sync_files(folder.path, [path for path in restoration.run.paths if path != CONFIG])
     restore_side_files(_config_record(source.side_files), side, folder.path)
+    if restoration.options.durable:
+        sync_files(folder.path, [CONFIG])
     folder.finish()
 
 

@@ -21,6 +21,7 @@ from mappings.names import fold_names
 from mappings.tables import FamilyTable, parse_table
 
 MAX_PROBLEMS = 40
+CHECKPOINT_SUFFIXES = (".safetensors", ".ckpt")
 _MEND = "restore it, or run hf2ms again"
 
 
@@ -95,12 +96,28 @@ def _read_rank_file(folder: Path, record: RankFileRecord, manifest: Manifest) ->
     tensors, metadata = read_header(path) if manifest.format == "safetensors" else (read_ckpt(path), {})
     if manifest.format == "safetensors" and metadata.get("ms_convert_run") != manifest.run:
         return {}, [Problem("a file from another run", record.path, _MEND)]
+    others = sorted(other.name for other in path.parent.iterdir() if other.suffix in CHECKPOINT_SUFFIXES and other.name != path.name)
+    if others:
+        what = f"{', '.join(others[:5])} lies beside it: MindSpore's tools would read only one of them"
+        return {}, [Problem(what, record.path, "leave one checkpoint in each rank's folder")]
+    if not _is_of_rank(metadata.get("rank"), record, manifest):
+        return {}, [Problem(f"the file of rank {quoted(metadata['rank'])} stands in the place of rank {record.rank}", record.path, _MEND)]
     found = {tensor.name: tensor for tensor in tensors}
     expected = {tensor.name: tensor for tensor in record.tensors}
     if set(found) != set(expected) or len(tensors) != len(found):
         return {}, [Problem("other tensors than the manifest lists", record.path, _MEND)]
     wrong = [name for name, tensor in found.items() if (tensor.dtype, tensor.shape) != (expected[name].dtype, expected[name].shape)]
     return found, [Problem(f"{name}: another dtype or shape than the manifest says", record.path, _MEND) for name in wrong[:5]]
+
+
+def _is_of_rank(written: str | None, record: RankFileRecord, manifest: Manifest) -> bool:
+    """Whether a file's own word about its rank fits its place; a data-parallel rank may hold a link to another's file."""
+    if written is None:
+        return True
+    if not (written.isascii() and written.isdigit() and len(written) < 8):
+        return False
+    place = manifest.layout.layout().coordinates(int(written))
+    return (place.stage, place.tensor) == (record.stage, record.tensor)
 
 
 def recorded_checksums(manifest: Manifest) -> dict[tuple[int, str], str]:

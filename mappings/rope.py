@@ -218,7 +218,7 @@ class _RopeReader:
         if not self.keys.partial_key and rotary_dim != self.head_dim:
             self.wrong(
                 f"{name} is {shown(share)}, but this family rotates whole heads",
-                "transformers ignores the value here: delete it, or use a table for a family that rotates a part",
+                f'if it rotates a part, say so in its table: rope = {{ reader = "rope", partial_key = "{name}" }}; if not, delete the key',
             )
             return None
         if rotary_dim < 2 or rotary_dim % 2:

@@ -154,7 +154,8 @@ def verify(
     _put_in_order(comparison)
     compared = time.monotonic()
     on_compared()
-    checks = [_coverage(sides, comparison), _not_carried(sides.source), _weights(comparison), *_description(sides)]
+    dtype = "keep" if sides.tree is None else sides.tree.manifest.dtype
+    checks = [_coverage(sides, comparison), _not_carried(sides.source), _weights(comparison, dtype), *_description(sides)]
     forward = None
     if options.forward or options.generate:
         found, forward = _run_forward(sides, options, on_step)
@@ -208,13 +209,15 @@ def _not_carried(source: SourceModel) -> Check:
     return Check("not carried", True, f"{count} derived or repeated {kind} what the config says" if count else "nothing was left out")
 
 
-def _weights(comparison: WeightComparison) -> Check:
+def _weights(comparison: WeightComparison, dtype: str) -> Check:
     wrong = [item for item in comparison.differences if item.what not in ("missing", "unexpected")]
     if not comparison.slices:
         return Check("weights", False, "no slice could be compared")
     if not wrong:
-        return Check("weights", True, f"{comparison.slices} slices, {size(comparison.bytes_compared)}: every bit is equal")
-    return Check("weights", False, f"{len(wrong)} of {comparison.slices} slices differ: {_some([_difference(item) for item in wrong])}")
+        equal = "every bit is equal" if dtype == "keep" else f"every bit is as the cast to {dtype} makes it"
+        return Check("weights", True, f"{comparison.slices} slices, {size(comparison.bytes_compared)}: {equal}")
+    count = f"{len(wrong)} slice{'s differ' if len(wrong) != 1 else ' differs'}"
+    return Check("weights", False, f"{count}: {_some([_difference(item) for item in wrong])}")
 
 
 def _difference(item: TensorDifference) -> str:

@@ -123,17 +123,17 @@ def _one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def _proved(forward: dict[str, Any] | None) -> str:
-    if forward is None:
-        return "every bit; not run (--forward)"
-    dtype = forward["threshold"]["dtype"]
-    return "every bit, every layer's computation" if dtype == "float32" else f"every bit of the cast, every layer as near as {dtype} allows"
+def _proved(facts: dict[str, Any]) -> str:
+    bits = "every bit" if facts["target"]["dtype"] == "keep" else f"every bit of the cast to {facts['target']['dtype']}"
+    if facts["forward"] is None:
+        return f"{bits}; not run (--forward)"
+    dtype = facts["forward"]["threshold"]["dtype"]
+    return f"{bits}, every layer's computation" if dtype == "float32" else f"{bits}, every layer as near as {dtype} allows"
 
 
 def _show_verdict(out: Console, facts: dict[str, Any]) -> None:
     took = duration(facts["seconds"]["total"])
     if facts["holds"]:
-        proved = _proved(facts["forward"])
-        out.print(f"[bold green]VERIFIED[/]  {len(facts['checks'])} checks hold: {proved}  ({took})")
+        out.print(f"[bold green]VERIFIED[/]  {len(facts['checks'])} checks hold: {_proved(facts)}  ({took})")
     else:
         out.print(f"[bold red]NOT VERIFIED[/]  {', '.join(facts['failed'])} of {len(facts['checks'])} checks failed  ({took})")
