@@ -1,0 +1,71 @@
+"""Reading a rank tree: a file in another's place, two files in one place, and what a cast leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from converter.cli import run
+from mappings.errors import Refused
+from tests.tiny_models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tree")
+    save_tiny(folder / "model", "llama-gqa")
+    assert run(["hf2ms", str(folder / "model"), "-o", str(folder / "slices"), "--tp", "2", "--pp", "2"]) == 0
+    return folder
+
+
+def copy_of(tree: Path, place: Path) -> Path:
+    shutil.copytree(tree / "slices", place / "slices")
+    return place / "slices"
+
+
+def test_files_of_two_ranks_that_changed_places_are_refused_by_name(tree: Path, tmp_path: Path) -> None:
+    from converter.rank_tree import read_rank_tree
+
+    slices = copy_of(tree, tmp_path)
+    first, second = slices / "rank_0/checkpoint_0.safetensors", slices / "rank_1/checkpoint_1.safetensors"
+    first.rename(tmp_path / "kept")
+    second.rename(first)
+    (tmp_path / "kept").rename(second)
+    with pytest.raises(Refused) as refusal:
+        read_rank_tree(slices)
+    told = str(refusal.value)
+    assert "rank_0/checkpoint_0.safetensors" in told and "rank '1' stands in the place of rank 0" in told
+
+
+def test_two_checkpoints_in_one_ranks_folder_are_refused(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slices = copy_of(tree, tmp_path)
+    shutil.copy(slices / "rank_2/checkpoint_2.safetensors", slices / "rank_2/older.safetensors")
+    assert run(["ms2hf", str(slices), "-o", str(tmp_path / "back")]) == 1
+    assert "older.safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_lossy_cast_is_told_on_the_way_back(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["hf2ms", str(tree / "model"), "-o", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
+    capsys.readouterr()
+    assert run(["ms2hf", str(tmp_path / "bf16"), "-o", str(tmp_path / "back"), "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["result"]["notes"]
+    assert any("cast the weights to bf16" in note for note in notes)
+
+
+def test_a_lossy_cast_is_not_called_equal(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["hf2ms", str(tree / "model"), "-o", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
+    assert run(["verify", str(tree / "model"), str(tmp_path / "bf16")]) == 0
+    told = capsys.readouterr().out
+    assert "the cast to bf16" in told and "every bit is equal" not in told
+
+
+def test_every_misfit_of_a_layout_is_told_at_once(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["hf2ms", str(tree / "model"), "--tp", "3", "--pp", "9", "--vocab-multiple", "64", "--dry-run"]) == 1
+    told = capsys.readouterr().err
+    assert "attention heads cannot be divided among 3" in told
+    assert "cannot fill 9 pipeline stages" in told
+    assert "--vocab-multiple 64 is not divisible by tp 3" in told
