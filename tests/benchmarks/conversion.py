@@ -34,6 +34,7 @@ def measure(work: Path, gigabytes: float, rounds: int) -> None:
     ]
     times = in_turn(contenders, rounds)
     show(f"{gigabytes:g} GB bfloat16 Llama, 4 shards, tp 2 x pp 2, 2 workers, {rounds} rounds in turn", times)
+    show_bounds(times)
 
 
 def show(title: str, times: Mapping[str, Times]) -> None:
@@ -46,6 +47,15 @@ def show(title: str, times: Mapping[str, Times]) -> None:
         ratio, processor = f"{runs.median / base:.2f}", f"{runs.processor_median:.2f}"
         table.add_row(name, f"{runs.median:.2f}", runs.spread, ratio, processor, f"{runs.peak / 1e6:.0f}")
     Console(width=110).print(table)
+
+
+def show_bounds(times: Mapping[str, Times]) -> None:
+    """Each bound beside what was measured."""
+    copy = times["cp -r"].median
+    for name, bound in (("hf2ms to safetensors", 1.0), ("hf2ms to .ckpt", 1.2), ("ms2hf", 1.0)):
+        print(f"  {name}: {times[name].median / copy:.2f} x cp (bound {bound}), peak {times[name].peak / 1e6:.0f} MB (bound 150 MB)")
+    ratio = times["verify, bits only"].median / times["cat both sides"].median
+    print(f"  verify: {ratio:.2f} x reading both sides (bound 2), peak {times['verify, bits only'].peak / 1e6:.0f} MB (bound 300 MB)")
 
 
 def measure_planning(work: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Contender:
-    """A command to be timed. `output` is removed before each run; `before` (a command) runs untimed, `input` folders are read once."""
+    """A command to be timed. `output` is removed before each run."""
 
     name: str
     command: Sequence[str]
