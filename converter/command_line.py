@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 
 import click
@@ -12,6 +14,7 @@ def run_command_line(group: click.Group, program: str, arguments: list[str]) -> 
 
     Exit codes: 0 done, 1 refused or failed, 2 a wrong call, 130 interrupted, or what the command itself returns.
     """
+    _open_streams()
     debug = "--debug" in arguments
     try:
         outcome = group.main(arguments, prog_name=program, standalone_mode=False)
@@ -30,6 +33,20 @@ def run_command_line(group: click.Group, program: str, arguments: list[str]) -> 
         if debug:
             raise
         return _failed(error, program)
+
+
+def _open_streams() -> None:
+    """Give the process the standard streams that it was started without, and let none of them fail at a character that it has not."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed (`>&-`): the next file to be opened would take its place, and get what a library prints
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open until the end)
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _interrupted() -> int:

@@ -57,7 +57,7 @@ def console(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     return (
         Console(stderr=stderr, highlight=False)
-        if stream.isatty()
+        if stream is not None and stream.isatty()
         else Console(stderr=stderr, highlight=False, soft_wrap=True, width=LOG_WIDTH)
     )
 
@@ -157,7 +157,7 @@ def _show_needs(out: Console, facts: dict[str, Any]) -> None:
 @contextmanager
 def progress(label: str, total: int, quiet: bool = False) -> Iterator[Progress]:
     """Progress over `total` bytes on stderr: a bar on a terminal, plain lines in a log, nothing when quiet."""
-    kind = Progress if quiet else _Bar if sys.stderr.isatty() else _Lines
+    kind = Progress if quiet else _Bar if sys.stderr is not None and sys.stderr.isatty() else _Lines
     shown = kind(label, total)
     try:
         yield shown

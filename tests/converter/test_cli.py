@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -111,7 +112,6 @@ def test_a_defect_is_called_one_and_its_traceback_comes_with_debug(monkeypatch: 
     def broken(*_: object) -> None:
         raise KeyError("[bold]inside[/bold]")
 
-    monkeypatch.setattr("converter.run.plan_conversion", broken)
     monkeypatch.setattr(hf2ms, "plan_conversion", broken)
     assert cli.run(["hf2ms", str(tmp_path), "--dry-run"]) == 1
     with pytest.raises(KeyError):
@@ -353,6 +353,49 @@ def test_an_output_that_cannot_be(tiny_folder: TinyFolder, tmp_path: Path) -> No
     assert "a file, not a folder" in refused("hf2ms", tiny_folder("gpt2"), "-o", tmp_path / "file")
     assert refused("hf2ms", tiny_folder("gpt2"), "-o", tmp_path / "file" / "below")
     assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_done_without(closed: str, tiny_folder: TinyFolder, slices: Path, tmp_path: Path) -> None:
+    for call, code in (
+        (f"hf2ms {tiny_folder('qwen2')} -o {tmp_path / 'slices'} --tp 2", 0),
+        (f"inspect {slices}", 0),
+        (f"inspect {tmp_path / 'nowhere'} --debug-not", 2),
+        (f"hf2ms {tmp_path / 'nowhere'} --dry-run", 1),
+    ):
+        command = f"{sys.executable} -m converter.cli {call} {closed}"
+        ran: Any = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+        assert ran.returncode == code, ran.stderr
+        assert "defect" not in ran.stderr and "Traceback" not in ran.stderr and "Exception" not in ran.stderr
+    done("verify", tiny_folder("qwen2"), tmp_path / "slices")
+
+
+def test_a_stream_that_is_none_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program without a console that calls this one."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    display.console().print("unseen")
+    display.console(stderr=True).print("unseen")
+    with display.progress("hf2ms", 100) as shown:
+        shown.reach(50)
+    assert shown.done == 50
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_a_stream_cannot_spell_is_escaped(encoding: str, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "模型", "qwen2")
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    for call, code, stream in (
+        (["hf2ms", str(source), "-o", str(tmp_path / "切片")], 0, "stdout"),
+        (["inspect", str(source)], 0, "stdout"),
+        (["hf2ms", str(tmp_path / "没有"), "--dry-run"], 1, "stderr"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-m", "converter.cli", *call], capture_output=True, cwd=REPOSITORY, check=False, env=environment
+        )
+        assert ran.returncode == code, ran.stderr
+        assert rb"\u" in getattr(ran, stream)
+        assert b"defect" not in ran.stderr and b"UnicodeEncodeError" not in ran.stderr
 
 
 def test_a_closed_pipe_ends_it_quietly() -> None:
