@@ -12,6 +12,8 @@ A table has
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -87,15 +89,22 @@ class FamilyTable:
 
 
 def load_table(path: Path) -> FamilyTable:
-    """Read a user's table. Raises Refused with every mistake."""
+    """Read a user's table, which must be a regular file. Raises Refused with every mistake."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError("not a regular file")
             text = file.read(MAX_TABLE_BYTES + 1).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(
             "the rule table cannot be read", [Problem(str(error), str(path), "give a TOML rule table with --rules FILE")]
         ) from error
     return parse_table(text, str(path))
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """A FIFO would wait for somebody who writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def bundled_families() -> tuple[str, ...]:

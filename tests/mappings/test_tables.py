@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,8 @@ def test_a_table_without_end_is_refused() -> None:
 def test_a_file_that_is_missing_binary_or_huge_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "huge.toml").write_bytes(b"#" * (MAX_TABLE_BYTES + 2))
-    for name in ("missing.toml", "binary.toml", "huge.toml", "."):
+    os.mkfifo(tmp_path / "fifo.toml")
+    for name in ("missing.toml", "binary.toml", "huge.toml", "fifo.toml", "."):
         with pytest.raises(Refused) as caught:
             load_table(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
