@@ -123,7 +123,9 @@ def read_json_object(path: Path, limit: int, folder: Path) -> dict[str, Any]:
         raise refuse(f"larger than {limit >> 20} MiB", str(path), "this is no such file: check what was downloaded")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
+    except OSError as error:
+        raise refuse(f"the file cannot be read: {error.strerror or error}", str(path), "see that you may read it") from error
+    except (ValueError, RecursionError) as error:
         raise refuse(f"not valid JSON: {str(error)[:200]}", str(path), "download or write it again") from error
     if not isinstance(data, dict):
         raise refuse("JSON, but not an object", str(path), "download or write it again")
@@ -267,8 +269,16 @@ def _side_files(folder: Path, form: WeightForm, used: set[str]) -> tuple[tuple[S
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Every entry below the folder that is no plain folder, with the reason why it cannot travel ("" when it can)."""
-    for root, folders, names in os.walk(folder, followlinks=False):
+    """Every entry below the folder that is no plain folder, with the reason why it cannot travel ("" when it can).
+
+    Raises Refused for a folder that cannot be read.
+    """
+
+    def cannot_read(error: OSError) -> None:
+        what = f"a folder that cannot be read: {error.strerror or error}"
+        raise refuse(what, str(error.filename), "see that you may read it, or move it out of the model's folder") from error
+
+    for root, folders, names in os.walk(folder, onerror=cannot_read, followlinks=False):
         links = {name for name in folders if (Path(root) / name).is_symlink()}
         yield from ((Path(root) / name, "a link to a folder, which is not followed") for name in sorted(links))
         yield from ((Path(root) / name, "no part of a model") for name in sorted(SKIPPED_FOLDERS.intersection(folders) - links))

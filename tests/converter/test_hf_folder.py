@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -310,6 +311,31 @@ def test_a_folder_that_the_user_may_not_read(single: Path, tmp_path: Path) -> No
         pytest.skip("root may read everything")
     (single / "model.safetensors").chmod(0)
     assert "Permission denied" in refusal(single)
+
+
+def test_a_config_that_cannot_be_read_is_not_called_broken(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path, *arguments: Any, **options: Any) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    message = refusal(single)
+    assert "Permission denied" in message and "config.json" in message
+    assert "JSON:" not in message and "download" not in message
+
+
+def test_a_sub_folder_that_cannot_be_read_is_refused_by_its_name(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (single / "1_Pooling").mkdir()
+    (single / "1_Pooling" / "config.json").write_text("{}")
+    scandir = os.scandir
+
+    def denied(path: Any) -> Any:
+        if os.path.basename(path) == "1_Pooling":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    message = refusal(single)
+    assert f"{single / '1_Pooling'}" in message and "Permission denied" in message
 
 
 def add_one_to_the_last_byte(path: Path) -> None:
