@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +17,14 @@ from mappings.errors import refuse
 
 PROGRESS_FOLDER = ".ms-convert"  # where a run keeps its lock and its records
 _GATE = 1 << 30  # beyond every rank
+
+
+def check_progress_folder(folder: Path) -> None:
+    """Raises Refused when the progress folder of an output folder is a link, or no folder: what it leads to is somebody else's."""
+    path = folder / PROGRESS_FOLDER
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            raise refuse("a link or a file where ms-convert keeps its records", str(path), "remove it, or give another -o")
 
 
 class FolderLock:
@@ -30,9 +39,12 @@ class FolderLock:
         return self._descriptor >= 0
 
     def open(self) -> None:
-        """Make the lock file if need be. Raises OSError."""
+        """Make the lock file if need be. Raises OSError, and Refused for a link in its place or in that of its folder."""
+        check_progress_folder(self._path.parent.parent)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if self._path.is_symlink():
+            raise refuse("a link in the place of a lock", str(self._path), "remove it")
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
     def close(self) -> None:
         """Release everything."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import xxhash
@@ -27,25 +28,28 @@ from converter.manifest import (
     SourceRecord,
     TensorRecord,
     WeightFileRecord,
-    is_plain_relative,
     read_manifest,
+    side_name_problem,
+    weight_name_problem,
     write_manifest,
     write_whole,
 )
 from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
 from converter.output_folder import RANK_TREE, FileRecord, OutputFolder, Run, missing_space, remove_records
-from converter.partial_files import SUFFIX
+from converter.partial_files import SUFFIX, check_place, open_new, sync_files
 from converter.plan import Plan
 from converter.plan_hf2ms import RankTreePlan, plan_rank_tree
-from converter.resume import unfinished_files
-from converter.side_files import copy_side_files
+from converter.resume import check_recorded, unfinished_files
+from converter.side_files import changed_side_files, copy_side_files
 from converter.source_model import SourceModel, understand
-from converter.strategies import strategy_files
+from converter.strategies import strategy_files, strategy_path
 from converter.strided import refuse_holes
 from converter.tensors import StoredTensor
 from converter.untrusted import quoted
 from mappings.errors import Problem, Refused, refuse
 from mappings.tables import FamilyTable
+
+COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,22 @@ def plan_conversion(model: Path, options: RankTreeOptions, table: FamilyTable | 
     mine = whole
     if options.ranks is not None:
         mine = plan_rank_tree(source, layout, file_format=options.file_format, dtype=options.dtype, ranks=options.ranks, run=run.identity)
-    return Conversion(source, layout, whole, mine, run, options)
+    return Conversion(source, layout, whole, mine, replace(run, paths=tuple(_paths(source, whole))), options)
+
+
+def _paths(source: SourceModel, whole: RankTreePlan) -> Iterable[str]:
+    """Every file of the rank tree."""
+    for rank, path in whole.files_of_rank.items():
+        yield from (path, strategy_path(rank))
+    yield from (f"{SIDE_FOLDER}/{side.name}" for side in side_files_of(source.folder))
+    yield MANIFEST
 
 
 def _check_names(folder: HFFolder) -> None:
     """The manifest's reader accepts no name that could play a trick on a path or a terminal, so none is written either."""
-    what, mend = "a file name with control characters, a backslash or bytes that are not UTF-8", "rename it"
-    names = [file.name for file in folder.files] + [side.name for side in folder.side_files]
-    problems = [Problem(f"{what}: {quoted(name)}", str(folder.path), mend) for name in names if not is_plain_relative(name)]
+    found = [(file.name, weight_name_problem(file.name)) for file in folder.files]
+    found += [(side.name, side_name_problem(side.name)) for side in folder.side_files]
+    problems = [Problem(f"the file name {quoted(name)}: {what}", str(folder.path), "rename it") for name, what in found if what is not None]
     if problems:
         raise Refused("names that cannot travel", problems[:40])
 
@@ -123,6 +135,11 @@ def _identity(source: SourceModel, layout: ParallelLayout, options: RankTreeOpti
     }  # fmt: skip
     digest = xxhash.xxh3_128(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
     shown = options.shown() | {"model": str(source.folder.path.resolve()), "table": source.table.where}
+    shown["source config.json"] = f"xxh3 {xxhash.xxh3_64_hexdigest(json.dumps(source.folder.config, sort_keys=True).encode())}"
+    for file in source.folder.files:
+        shown[f"source {file.name}"] = (
+            f"{file.size:,} bytes of {datetime.fromtimestamp(file.modified // 10**9, timezone.utc):%F %T}.{file.modified % 10**9:09} UTC"
+        )
     return Run(digest, shown)
 
 
@@ -142,6 +159,7 @@ def convert(conversion: Conversion, output: Path, on_progress: OnProgress | None
     refuse_overlap(conversion.source.folder.path, output)
     if not options.overwrite and _finished_before(conversion, output):
         return Outcome(output, notes=["this conversion is finished already: nothing to do"])
+    _refuse_partial_overwrite(conversion, output)
     check_not_carried(conversion.source)
     outcome = Outcome(output)
     with OutputFolder(output, RANK_TREE, conversion.run, overwrite=options.overwrite, lock_places=conversion.mine.files_of_rank) as folder:
@@ -157,12 +175,23 @@ def convert(conversion: Conversion, output: Path, on_progress: OnProgress | None
         )  # fmt: skip
         _link(conversion, folder)
         outcome.files, outcome.bytes_written = len(results), sum(result.size for result in results)
-        _finish(conversion, folder, outcome)
+        _finish(conversion, folder, outcome, {result.path for result in results})
     return outcome
 
 
+def _refuse_partial_overwrite(conversion: Conversion, output: Path) -> None:
+    """Raises Refused where a finished conversion would go and only some of its ranks would come again."""
+    options, whole = conversion.options, len(conversion.whole.files_of_rank)
+    if options.overwrite and len(conversion.mine.files_of_rank) < whole and (output / MANIFEST).is_file():
+        raise refuse(
+            "--overwrite removes a finished conversion with all its ranks, and --ranks writes only some of them",
+            str(output),
+            "leave --ranks out to write all of them again, give another -o, or remove the folder first",
+        )
+
+
 def _finished_before(conversion: Conversion, output: Path) -> bool:
-    """Whether the same conversion was finished earlier and is still whole. Raises Refused when it has lost a file since."""
+    """Whether the same conversion was finished earlier, is still whole, and has the side files that the source has now. Raises Refused."""
     if not (output / MANIFEST).is_file():
         return False
     try:
@@ -172,9 +201,17 @@ def _finished_before(conversion: Conversion, output: Path) -> bool:
     if manifest.run != conversion.run.identity:
         return False
     remove_records(output)
-    gone = [file.path for file in manifest.files if not (output / file.path).is_file() or (output / file.path).stat().st_size != file.size]
+    sizes = {file.path: file.size for file in manifest.files}
+    sizes |= {f"{SIDE_FOLDER}/{side.name}": side.size for side in manifest.source.side_files}
+    gone = [path for path, size in sizes.items() if not (output / path).is_file() or (output / path).stat().st_size != size]
     if gone:
         raise refuse(f"the finished conversion has lost {gone[0]}", str(output), "run again with --overwrite")
+    changed = changed_side_files(side_files_of(conversion.source.folder), manifest.source.side_files)
+    if changed:
+        problems = [
+            Problem(what, str(conversion.source.folder.path), "run again with --overwrite to convert all again") for what in changed
+        ]
+        raise Refused("the conversion is finished, but files beside the weights are not those that it took along", problems[:40])
     return True
 
 
@@ -183,6 +220,7 @@ def _link(conversion: Conversion, folder: OutputFolder) -> None:
     for path, target in conversion.mine.links:
         place, original = folder.path / path, folder.path / target
         if not (place.exists() and place.samefile(original)):
+            check_place(place, folder.path)
             link_file(original, place)
         folder.record(replace(folder.records[target], path=path))
 
@@ -195,12 +233,14 @@ def link_file(original: Path, place: Path) -> None:
     try:
         os.link(original, temporary)
     except OSError:
-        shutil.copyfile(original, temporary)
+        with original.open("rb") as reader, open_new(temporary) as writer:
+            shutil.copyfileobj(reader, writer, COPY_BYTES)
     os.replace(temporary, place)
 
 
-def _finish(conversion: Conversion, folder: OutputFolder, outcome: Outcome) -> None:
-    """Side files, strategy files and the manifest, once every rank of the layout is there."""
+def _finish(conversion: Conversion, folder: OutputFolder, outcome: Outcome, written: Collection[str]) -> None:
+    """Side files, strategy files and the manifest, once every rank of the layout is there and, bytes and all, as it was written."""
+    options, mine = conversion.options, set(conversion.mine.files_of_rank.values())
     with folder.ending() as records:
         if records is None:
             outcome.notes.append("another run, for other ranks, has written the manifest meanwhile")
@@ -209,11 +249,16 @@ def _finish(conversion: Conversion, folder: OutputFolder, outcome: Outcome) -> N
         if missing:
             outcome.finished, outcome.missing_ranks = False, missing
             return
+        unseen = [path for path in conversion.whole.files_of_rank.values() if path not in mine]
+        check_recorded(unseen, options.file_format, folder, options.workers)
         side_files = copy_side_files(side_files_of(conversion.source.folder), folder.path / SIDE_FOLDER)
         for path, content in strategy_files(conversion.source, conversion.layout).items():
             place = folder.path / path
+            check_place(place, folder.path)
             place.parent.mkdir(exist_ok=True)
             write_whole(place, content)
+        if options.durable:
+            sync_files(folder.path, [path for path in conversion.run.paths if path not in written and path != MANIFEST])
         write_manifest(folder.path, _manifest(conversion, records, side_files))
         folder.finish()
 

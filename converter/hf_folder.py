@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from converter.folder_lock import PROGRESS_FOLDER
+from converter.partial_files import is_reserved
 from converter.safetensors_format import read_header
 from converter.tensors import FileIdentity, StoredTensor
 from converter.untrusted import changed_files
@@ -21,6 +22,7 @@ from mappings.names import fold_names
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 256 << 20
 MAX_SIDE_FILES = 20_000
+NOT_WEIGHTS = {"training_args.bin"}  # written by transformers' Trainer beside the weights
 SKIPPED_FOLDERS = {".git", ".cache", "__pycache__", PROGRESS_FOLDER}
 WEIGHT_SUFFIXES = (
     ".safetensors",
@@ -256,8 +258,10 @@ def _side_files(folder: Path, form: WeightForm, used: set[str]) -> tuple[tuple[S
         name = path.relative_to(folder).as_posix()
         if name in used:
             continue
-        if name.endswith(WEIGHT_SUFFIXES) or any(name == other.index for other in FORMS if other is not form):
+        if _is_second_copy(name, form):
             why_left = f"weights in another form than the {form.name} ones that are converted"
+        elif is_reserved(name):
+            why_left = "a file in the making, or of ms-convert's own"
         if why_left:
             left.append((name, why_left))
             continue
@@ -266,6 +270,15 @@ def _side_files(folder: Path, form: WeightForm, used: set[str]) -> tuple[tuple[S
         if len(carried) > MAX_SIDE_FILES:
             raise refuse(f"more than {MAX_SIDE_FILES} files beside the weights", str(folder), "is this the model's folder?")
     return tuple(carried), tuple(left)
+
+
+def _is_second_copy(name: str, form: WeightForm) -> bool:
+    """Whether a file beside the converted weights holds the same model in another form. A sub-folder's files are parts of their own
+    (sentence-transformers keeps a dense layer in one): they travel as they are.
+    """
+    if "/" in name or name in NOT_WEIGHTS:
+        return False
+    return name.endswith(WEIGHT_SUFFIXES) or any(name == other.index for other in FORMS if other is not form)
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, str]]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from converter.dtypes import ITEM_SIZE
-from converter.hf_folder import check_inside
+from converter.hf_folder import WEIGHT_SUFFIXES, check_inside
 from converter.layout import MAX_RANKS, ParallelLayout
-from converter.partial_files import SUFFIX, sync_folder
+from converter.partial_files import SUFFIX, is_reserved, open_new, sync_folder
 from converter.records import RecordError, decode, encode
 from converter.untrusted import MAX_AXES, name_problem, quoted
 from mappings.config_values import shown
@@ -144,7 +144,7 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
 def write_whole(path: Path, content: bytes, durable: bool = False) -> None:
     """Write a file that has its name only when all of it is there."""
     temporary = path.with_name(f".{path.name}{SUFFIX}")
-    with open(temporary, "wb") as file:
+    with open_new(temporary) as file:
         file.write(content)
         if durable:
             file.flush()
@@ -234,11 +234,11 @@ def _mistakes_of_source(source: SourceRecord) -> Iterator[str]:
     for name in _repeated(names):
         yield f"the source has two files {quoted(name)}"
     for side in source.side_files:
-        if not is_plain_relative(side.name):
-            yield f"{quoted(side.name)} is no relative path below {SIDE_FOLDER}/"
+        if (problem := side_name_problem(side.name)) is not None:
+            yield f"{quoted(side.name)} is no relative path below {SIDE_FOLDER}/: {problem}"
     for file in source.files:
-        if not is_plain_relative(file.name) or "/" in file.name:
-            yield f"{quoted(file.name)} is no plain file name"
+        if (problem := weight_name_problem(file.name)) is not None:
+            yield f"{quoted(file.name)} is no plain file name of weights: {problem}"
     for needed in ("config.json", *([source.index] if source.index is not None else [])):
         if needed not in {side.name for side in source.side_files}:
             yield f"{quoted(needed)} is not among the side files"
@@ -263,6 +263,24 @@ def _elements(shape: tuple[int, ...]) -> int:
         if size < 0 or count > MAX_ELEMENTS:
             return MAX_ELEMENTS + 1
     return count
+
+
+def side_name_problem(name: str) -> str | None:
+    """Why a file beside the weights cannot travel under this name; None when it can."""
+    if not is_plain_relative(name):
+        return "control characters, a backslash, bytes that are not UTF-8, or a path that leaves its folder"
+    if is_reserved(name):
+        return f"{SUFFIX} at the end and .ms-convert at the beginning are for files in the making"
+    return "it is named like weights" if name.endswith(WEIGHT_SUFFIXES) else None
+
+
+def weight_name_problem(name: str) -> str | None:
+    """Why a weight file cannot come back under this name; None when it can."""
+    if not is_plain_relative(name) or "/" in name:
+        return "control characters, a backslash, a slash, or bytes that are not UTF-8"
+    if is_reserved(name):
+        return ".ms-convert at the beginning is for files in the making"
+    return None if name.endswith((".safetensors", ".bin")) else "it ends neither in .safetensors nor in .bin"
 
 
 def is_plain_relative(name: str) -> bool:

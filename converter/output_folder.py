@@ -4,41 +4,68 @@ While a run is unfinished its folder holds `.ms-convert/`: `run.json` (the ident
 finished file, and the lock. Files that are being written are named `*.partial`. When everything else is done the file that makes the
 folder usable is written (`manifest.json`, or `config.json` of a Hugging Face folder), and the records go away. So a folder that looks
 finished is finished.
+
+`run.json` also names every file that the run may write, and is written before the first of them. A file is thus known to be ms-convert's
+own by that list, by a record, or by the manifest, never by its name; only such files are ever removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from converter.folder_lock import PROGRESS_FOLDER, FolderLock
-from converter.manifest import MANIFEST, write_atomically
+from converter.folder_contents import in_the_way, leading_out, listed, others, remove_empty_folders, remove_files
+from converter.folder_lock import PROGRESS_FOLDER, FolderLock, check_progress_folder
+from converter.manifest import MANIFEST, SIDE_FOLDER, is_plain_relative, read_manifest, write_atomically
 from converter.records import RecordError, decode, encode
+from converter.strategies import strategy_path
 from mappings.errors import Problem, Refused, refuse
 
 RUN_RECORD = "run.json"
 MAX_RECORD_BYTES = 256 << 20
+MAX_NAMED = 20
+_RECORD = re.compile(r"lock|file-.*\.json|\.(file-.*|run)\.json\.partial")
 
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of output: the file that is written last, the names that a run may replace, and what a message calls the work."""
+    """A kind of output.
+
+    `marker` is the file that is written last, `work` what a message calls the work. `own` matches files (no folders) that --overwrite may
+    replace whoever wrote them. A kind with a `catalogue` has none: the catalogue of a finished folder says what ms-convert wrote, and
+    nothing else is replaced. Folders that `reserved` matches may hold nothing foreign, `place` finds the number of a file's place.
+    """
 
     marker: str
-    own: re.Pattern[str]
+    own: re.Pattern[str] | None
     work: str = "conversion"
+    catalogue: Callable[[Path], Iterable[str]] | None = None
+    reserved: re.Pattern[str] | None = None
+    place: re.Pattern[str] | None = None
 
 
-RANK_TREE = FolderKind(MANIFEST, re.compile(r"rank_\d+|strategy|huggingface|\.?manifest\.json(\.partial)?|\.ms-convert"))
-HF_FOLDER = FolderKind(
-    "config.json",
-    re.compile(r"(model(-\d+-of-\d+)?\.safetensors|\.?model\.safetensors\.index\.json|config\.json)(\.partial)?|\.ms-convert"),
+def _files_of_tree(folder: Path) -> Iterable[str]:
+    """Every file that the manifest of a rank tree vouches for; none where it cannot be read."""
+    try:
+        manifest = read_manifest(folder)
+    except Refused:
+        return
+    yield MANIFEST
+    for file in manifest.files:
+        yield from (file.path, strategy_path(file.rank))
+    yield from (f"{SIDE_FOLDER}/{side.name}" for side in manifest.source.side_files)
+
+
+RANK_TREE = FolderKind(
+    MANIFEST, None, catalogue=_files_of_tree, reserved=re.compile(rf"rank_\d+|strategy|{SIDE_FOLDER}"), place=re.compile(r"rank_(\d+)/.*")
 )
+HF_FOLDER = FolderKind("config.json", re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|config\.json"))
 
 
 @dataclass(frozen=True)
@@ -52,10 +79,18 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """The identity of a run: equal identities write equal files. `options` is what a person would want to see when they differ."""
+    """The identity of a run: equal identities write equal files. `options` is what a person would want to see when they differ.
+
+    `paths` are the files that it, or another host's part of it, may write, and those of an earlier run that it removes first.
+    """
 
     identity: str
     options: dict[str, str]
+    paths: tuple[str, ...] = ()
+
+
+REPLACING = ""
+"""The identity of a run that was stopped while it removed what was there before."""
 
 
 class OutputFolder:
@@ -70,15 +105,18 @@ class OutputFolder:
         self.progress = path / PROGRESS_FOLDER
         self.notes: list[str] = []
         self.records: dict[str, FileRecord] = {}
-        self._lock = FolderLock(self.progress / "lock", sorted(lock_places))
+        self.places = sorted(lock_places)
+        self._lock = FolderLock(self.progress / "lock", self.places)
         self._created = self._began = False
 
     def check(self) -> None:
-        """Raises Refused when the folder is somebody else's. Changes nothing; done again on entering."""
+        """Raises Refused when the folder, or a file in it that would be replaced, is somebody else's. Changes nothing; done again later."""
         self._created = not self.path.exists()
         if not self._created and not self.path.is_dir():
             raise refuse("a file, not a folder", str(self.path), "give another -o")
+        check_progress_folder(self.path)
         self._refuse_foreign()
+        self._refuse_what_is_in_the_way()
 
     def __enter__(self) -> OutputFolder:
         self.check()
@@ -132,11 +170,7 @@ class OutputFolder:
         if before is None and self._holds_something():
             self._refuse_foreign()
             self._lock.alone()
-            finished = (self.path / self.kind.marker).exists()
-            self._remove_own()
-            self.notes.append(
-                f"replaced what an earlier {self.kind.work} had left" if finished else "writing beside files that were there before"
-            )
+            self._replace()
         elif before is not None and before.identity != self.run.identity:
             self._lock.alone()
             self._begin_again(before)
@@ -147,7 +181,12 @@ class OutputFolder:
             )
         if before is None or before.identity != self.run.identity:
             self._began = True
-            write_atomically(self.progress / RUN_RECORD, json.dumps(encode(self.run)))
+            self._say(self.run)
+        elif not set(self.run.paths) <= set(before.paths):
+            self._say(replace(self.run, paths=tuple(dict.fromkeys([*before.paths, *self.run.paths]))))
+
+    def _say(self, run: Run) -> None:
+        write_atomically(self.progress / RUN_RECORD, json.dumps(encode(run)))
 
     def _leave_no_trace(self) -> None:
         """Undo the beginning of a run that wrote nothing; best effort, after an error that is more important."""
@@ -156,9 +195,8 @@ class OutputFolder:
         with contextlib.suppress(OSError, Refused), self._lock.gate():
             if self._began or not (self.progress / RUN_RECORD).exists():
                 self._lock.alone()
-                for folder in self.path.glob("rank_*"):
-                    folder.rmdir()
-                shutil.rmtree(self.progress)
+                remove_empty_folders(self.path, self.run.paths)
+                remove_records(self.path)
                 if self._created:
                     self.path.rmdir()
 
@@ -174,39 +212,100 @@ class OutputFolder:
             return
         finished = (self.path / self.kind.marker).exists()
         what = f"holds a finished {self.kind.work}" if finished else "is not empty, and not an unfinished run of ms-convert"
-        raise refuse(f"the output folder {what}", str(self.path), "give another -o, or --overwrite to replace it")
+        mend = "to replace it" if finished else "to write beside what is there"
+        raise refuse(f"the output folder {what}", str(self.path), f"give another -o, or --overwrite {mend}")
 
     def _begin_again(self, before: Run) -> None:
-        changed = [
-            f"{name}: {before.options.get(name, '-')} -> {self.run.options.get(name, '-')}"
-            for name in sorted(set(before.options) | set(self.run.options))
-            if before.options.get(name) != self.run.options.get(name)
-        ]
-        self.notes.append(f"an unfinished run had other inputs ({'; '.join(changed) or 'the source changed'}): starting again")
-        self._remove_own()
+        """Begin again what this run itself would write; what others wrote for other places is theirs."""
+        if before.identity == REPLACING:
+            self.notes.append("an earlier run was stopped while it removed what was here: starting again")
+        else:
+            changed = [
+                f"{name}: {before.options.get(name, '-')} -> {self.run.options.get(name, '-')}"
+                for name in sorted(set(before.options) | set(self.run.options))
+                if before.options.get(name) != self.run.options.get(name)
+            ]
+            differs = "; ".join(changed[:MAX_NAMED]) or "the source changed"
+            self._refuse_to_lose_places(differs)
+            self.notes.append(f"an unfinished run had other inputs ({differs}): starting again")
+        self._remove(self._owned())
 
-    def _remove_own(self) -> None:
-        """Remove what ms-convert itself writes, and nothing else. The marker goes first: without it nothing looks finished."""
-        (self.path / self.kind.marker).unlink(missing_ok=True)
-        for entry in sorted(self.path.iterdir()):
-            if not self.kind.own.fullmatch(entry.name) or entry.name == PROGRESS_FOLDER:
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
-        for path in self.progress.glob("*.json"):
-            path.unlink()
+    def _refuse_to_lose_places(self, differs: str) -> None:
+        """Raises Refused when finished files of places that this run does not write would go."""
+        if self.kind.place is None or self.overwrite:
+            return
+        matches = [self.kind.place.fullmatch(path) for path in finished_files(self.path)]
+        lost = sorted({int(match[1]) for match in matches if match} - set(self.places))
+        if lost:
+            raise refuse(
+                f"an unfinished run with other inputs wrote rank {', '.join(map(str, lost))}, which this call does not write ({differs})",
+                str(self.path),
+                "give the same inputs (copies of a model on several hosts need equal times: cp -p, rsync -t), or another -o, "
+                "or --overwrite to remove those ranks and start again",
+            )
+
+    def _owned(self) -> set[str]:
+        """The files here that ms-convert wrote: those that the catalogue, the run or a record names, and those that `own` matches."""
+        found = set(self.kind.catalogue(self.path)) if self.kind.catalogue else set()
+        run = recorded_run(self.path)
+        found.update(run.paths if run is not None else ())
+        found.update(_recorded_files(self.path))
+        if self.kind.own is not None and self.path.is_dir():
+            found.update(entry.name for entry in self.path.iterdir() if self.kind.own.fullmatch(entry.name))
+        return {path for path in found if is_plain_relative(path) and path.partition("/")[0] != PROGRESS_FOLDER}
+
+    def _refuse_what_is_in_the_way(self) -> None:
+        if self._created:
+            return
+        mend = "--overwrite replaces only what ms-convert wrote: remove or move it yourself, or give another -o"
+        problems = [
+            Problem("a link leads out of the output folder", str(self.path / path), "remove the link, or give another -o")
+            for path in leading_out(self.path, self.run.paths)
+        ]
+        owned = self._owned()
+        taken = in_the_way(self.path, self.run.paths, owned, files_too=self.kind.catalogue is not None)
+        if self.kind.reserved is not None and not owned:
+            folders = [entry.name for entry in self.path.iterdir() if self.kind.reserved.fullmatch(entry.name)]
+            taken += [path for path in listed(self.path, folders) if path not in taken]
+        problems += [Problem("in the way, and not written by ms-convert", str(self.path / path), mend) for path in taken]
+        if problems:
+            raise Refused("the output folder holds something of somebody else's", problems[:MAX_NAMED])
+
+    def _replace(self) -> None:
+        """Make room with --overwrite, and say what went and what stays."""
+        owned = self._owned()
+        had = any(os.path.lexists(self.path / path) for path in {*owned, *self.run.paths})
+        self._say(Run(REPLACING, {}, tuple(sorted(owned))))
+        self._remove(owned)
+        if not had:
+            note = "writing beside files that were there before"
+        elif self.kind.catalogue is not None:
+            note = f"replaced what an earlier {self.kind.work} had left"
+        else:
+            note = f"replaced files that are named like those of this {self.kind.work}"
+        stay = others(self.path, self.run.paths)
+        more = f" and {len(stay) - MAX_NAMED} more" if len(stay) > MAX_NAMED else ""
+        self.notes.append(f"{note}; not touched: {', '.join(stay[:MAX_NAMED])}{more}" if stay else note)
+
+    def _remove(self, owned: Collection[str]) -> None:
+        """Remove these files and their records. The marker goes first: without it nothing looks finished."""
+        if self.kind.marker in owned:
+            (self.path / self.kind.marker).unlink(missing_ok=True)
+        remove_files(self.path, owned)
+        for path in self.progress.glob("file-*.json"):
+            path.unlink(missing_ok=True)
 
 
 def recorded_run(folder: Path) -> Run | None:
     """The run whose records a folder holds; None when it holds none that can be read."""
     path = folder / PROGRESS_FOLDER / RUN_RECORD
-    if not path.is_file() or path.stat().st_size > MAX_RECORD_BYTES:
+    if path.parent.is_symlink() or path.is_symlink():
         return None
     try:
+        if path.stat().st_size > MAX_RECORD_BYTES:
+            return None
         return decode(Run, json.loads(path.read_text(encoding="utf-8")), RUN_RECORD)
-    except (ValueError, RecursionError, RecordError):
+    except (OSError, ValueError, RecursionError, RecordError):
         return None
 
 
@@ -218,29 +317,41 @@ def record_path(folder: Path, path: str) -> Path:
 def finished_files(folder: Path) -> dict[str, FileRecord]:
     """The records of an unfinished run by path; those that cannot be read, or whose file is gone or of another size, are left out."""
     found = {}
-    for path in sorted((folder / PROGRESS_FOLDER).glob("file-*.json")):
-        if path.stat().st_size > MAX_RECORD_BYTES:
-            continue
-        try:
-            record = decode(FileRecord, json.loads(path.read_text(encoding="utf-8")), path.name)
-        except (ValueError, RecursionError, RecordError):
-            continue
+    for record in _recorded_files(folder).values():
         target = folder / record.path
-        if path == record_path(folder, record.path) and target.is_file() and target.stat().st_size == record.size:
+        if target.is_file() and target.stat().st_size == record.size:
+            found[record.path] = record
+    return found
+
+
+def _recorded_files(folder: Path) -> dict[str, FileRecord]:
+    found: dict[str, FileRecord] = {}
+    if (folder / PROGRESS_FOLDER).is_symlink():
+        return found
+    for path in sorted((folder / PROGRESS_FOLDER).glob("file-*.json")):
+        try:
+            if path.stat().st_size > MAX_RECORD_BYTES:
+                continue
+            record = decode(FileRecord, json.loads(path.read_text(encoding="utf-8")), path.name)
+        except (OSError, ValueError, RecursionError, RecordError):
+            continue
+        if path == record_path(folder, record.path) and is_plain_relative(record.path):
             found[record.path] = record
     return found
 
 
 def remove_records(folder: Path) -> None:
-    """Remove the records of a finished run; the one that says which run it was goes last, so that this can be continued too."""
+    """Remove the records of a finished run; the one that says which run it was goes last, so that this can be continued too.
+
+    Another host may do the same at the same time. What is not of ms-convert stays, and the folder with it.
+    """
+    check_progress_folder(folder)
     progress = folder / PROGRESS_FOLDER
-    if progress.is_dir():
-        for path in progress.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != RUN_RECORD:
-                path.unlink()
-        (progress / RUN_RECORD).unlink(missing_ok=True)
+    for path in sorted(progress.glob("*")):
+        if _RECORD.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    (progress / RUN_RECORD).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # gone already, or not empty
         progress.rmdir()
 
 

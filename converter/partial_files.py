@@ -7,11 +7,15 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import xxhash
 
 from converter.dtypes import item_size
+from converter.folder_lock import PROGRESS_FOLDER
 from converter.open_files import OpenFiles
 from converter.plan import TargetFile
 from converter.tensors import FileLayout
@@ -52,6 +56,7 @@ class PartialFile:
     ) -> None:
         self.file = file
         self.path = folder / _inside(file.path)
+        self._folder = folder
         self._partial = os.fspath(self.path) + SUFFIX
         self._layout_of = layout
         self._layout: FileLayout | None = None
@@ -136,6 +141,7 @@ class PartialFile:
                 layout = self._layout_of(self.file)
                 _check_layout(self.file, layout)
                 with _refusing(self._partial):
+                    check_place(self.path, self._folder)
                     _create(self._partial, layout)
                 self._layout = layout
             return self._layout
@@ -157,9 +163,7 @@ def _check_layout(file: TargetFile, layout: FileLayout) -> None:
 
 def _create(path: str, layout: FileLayout) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = _open_new(path)
     try:
         _allocate(descriptor, layout.size)
         for offset, literal in layout.literals:
@@ -201,6 +205,57 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while (count := os.pwrite(descriptor, data, offset)) != len(data):
         data = data[count:]
         offset += count
+
+
+def _open_new(path: str) -> int:
+    """A descriptor of a new file, in the place of one that an earlier run left; a link that waits there is removed, never followed."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def open_new(path: Path) -> BinaryIO:
+    """A new file to be written. Raises OSError."""
+    return os.fdopen(_open_new(os.fspath(path)), "wb")
+
+
+def hidden_temporary(place: Path) -> Path:
+    """Where a file is written before it gets its name: no file that travels may be called so (`is_reserved`), and it is short enough."""
+    return place.with_name(f"{PROGRESS_FOLDER}-{xxhash.xxh3_64_hexdigest(os.fsencode(place.name))}{SUFFIX}")
+
+
+def temporaries(place: Path) -> tuple[Path, ...]:
+    """Every name that a file of an output folder may have while it is written, by whichever function writes it."""
+    return place.with_name(place.name + SUFFIX), place.with_name(f".{place.name}{SUFFIX}"), hidden_temporary(place)
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a relative path has a part that is named like a temporary or like the progress folder."""
+    return any(part.endswith(SUFFIX) or part.startswith(PROGRESS_FOLDER) for part in name.casefold().split("/"))
+
+
+def check_place(place: Path, folder: Path) -> None:
+    """Raises Refused when a link on the way to `place` leads out of the output folder."""
+    real, home = os.path.realpath(place.parent), os.path.realpath(folder)
+    if not Path(real).is_relative_to(home):
+        raise refuse(f"a link leads out of the output folder, to {real}", str(place), "remove the link, or give another -o")
+
+
+def sync_files(folder: Path, paths: Iterable[str]) -> None:
+    """Bring files of an output folder, and the names of them, to the disk. Raises Refused when the system could not."""
+    folders: set[Path] = set()
+    for path in paths:
+        place = folder / path
+        with _refusing(os.fspath(place)):
+            descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        folders.update(place.parents[: len(PurePosixPath(path).parts)])
+    for parent in sorted(folders, reverse=True):
+        with _refusing(os.fspath(parent)):
+            sync_folder(parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ from converter.output_folder import FileRecord, OutputFolder
 from converter.partial_files import SUFFIX
 from converter.plan import TargetFile
 from converter.stored_bytes import checksum
-from mappings.errors import Refused
+from mappings.errors import Problem, Refused
 
 
 def unfinished_files(files: Iterable[TargetFile], folder: OutputFolder, workers: int) -> tuple[TargetFile, ...]:
@@ -21,7 +21,7 @@ def unfinished_files(files: Iterable[TargetFile], folder: OutputFolder, workers:
     planned = tuple(files)
     recorded = [file for file in planned if file.path in folder.records]
     with ThreadPoolExecutor(workers) as pool:
-        whole = list(pool.map(lambda file: _is_as_recorded(folder, folder.records[file.path], file), recorded))
+        whole = list(pool.map(lambda file: _is_as_recorded(folder, folder.records[file.path], file.path, file.format), recorded))
     for file, is_whole in zip(recorded, whole, strict=True):
         if not is_whole:
             folder.notes.append(f"{file.path} is not as it was written: writing it again")
@@ -32,9 +32,23 @@ def unfinished_files(files: Iterable[TargetFile], folder: OutputFolder, workers:
     return remaining
 
 
-def _is_as_recorded(folder: OutputFolder, record: FileRecord, file: TargetFile) -> bool:
+def check_recorded(paths: Iterable[str], file_format: str, folder: OutputFolder, workers: int) -> None:
+    """Raises Refused, naming each recorded file whose bytes are not what was recorded when it was written."""
+    recorded = tuple(paths)
+    with ThreadPoolExecutor(workers) as pool:
+        whole = list(pool.map(lambda path: _is_as_recorded(folder, folder.records[path], path, file_format), recorded))
+    problems = [
+        Problem("not as it was written", str(folder.path / path), "run the same command for this rank again: it is written anew")
+        for path, is_whole in zip(recorded, whole, strict=True)
+        if not is_whole
+    ]
+    if problems:
+        raise Refused("files of an earlier run have changed since", problems[:40])
+
+
+def _is_as_recorded(folder: OutputFolder, record: FileRecord, path: str, file_format: str) -> bool:
     try:
-        stored = READERS[file.format](folder.path / file.path)
+        stored = READERS[file_format](folder.path / path)
         return {tensor.name: checksum(tensor) for tensor in stored} == record.checksums
     except (Refused, OSError):
         return False

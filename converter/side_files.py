@@ -11,7 +11,7 @@ import xxhash
 
 from converter.hf_folder import SideFile, check_inside
 from converter.manifest import SideFileRecord
-from converter.partial_files import SUFFIX
+from converter.partial_files import check_place, hidden_temporary, open_new
 from mappings.errors import Problem, Refused, refuse
 
 BLOCK_BYTES = 1 << 20
@@ -21,6 +21,16 @@ _MEND = "restore it, or run hf2ms again"
 def copy_side_files(files: Iterable[SideFile], target: Path) -> tuple[SideFileRecord, ...]:
     """Copy files below `target` under their relative names; each appears whole or not at all."""
     return tuple(_copy(file.path, target, file.name) for file in files)
+
+
+def changed_side_files(files: Iterable[SideFile], records: Iterable[SideFileRecord]) -> list[str]:
+    """What a folder's side files are now that the records do not say: `README.md changed`, `notes.txt is new`, `LICENSE is gone`."""
+    now, then = {file.name: file for file in files}, {record.name: record for record in records}
+    found = [f"{name} {'is new' if name in now else 'is gone'}" for name in sorted(now.keys() ^ then.keys())]
+    common = sorted(now.keys() & then.keys())
+    return found + [
+        f"{name} changed" for name in common if now[name].size != then[name].size or _copied(now[name].path, name) != then[name]
+    ]
 
 
 def check_side_files(records: Iterable[SideFileRecord], source: Path) -> None:
@@ -47,9 +57,10 @@ def restore_side_files(records: Iterable[SideFileRecord], source: Path, target: 
 
 def _copy(path: Path, folder: Path, name: str, expected: SideFileRecord | None = None) -> SideFileRecord:
     place = folder / name
+    check_place(place, folder)
     place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.with_name(place.name + SUFFIX)
-    with open(temporary, "wb") as writer:
+    temporary = hidden_temporary(place)
+    with open_new(temporary) as writer:
         copied = _copied(path, name, writer)
     if expected is not None and copied != expected:
         temporary.unlink()
