@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from converter import display
+from converter.partial_files import hidden_temporary
 from tests.conftest import TinyFolder
 from tests.converter.command_line import REPOSITORY, assert_same_folder, done, files_of, in_process, ms_convert, refused
 from tests.tiny_models import save_tiny
@@ -317,7 +318,7 @@ def test_input_and_output_may_not_lie_in_one_another(tmp_path: Path, slices: Pat
     assert "lie in one another" in refused("ms2hf", slices, "-o", slices / "back")
 
 
-FOREIGN = {"notes.txt": "mine", "rank_0/notes.txt": "mine too", "model.safetensors": "not one", "sub/config.json": "{}"}
+FOREIGN = {"notes.txt": "mine", "model.safetensors": "not one", "sub/config.json": "{}", "adapter_config.json": "{}"}
 
 
 def test_a_foreign_folder_is_not_touched_and_with_overwrite_other_files_stay(tiny_folder: TinyFolder, slices: Path, tmp_path: Path) -> None:
@@ -331,11 +332,136 @@ def test_a_foreign_folder_is_not_touched_and_with_overwrite_other_files_stay(tin
         message = refused(command, *arguments, "-o", out)
         assert "not empty" in message and "--overwrite" in message
         assert {name: (out / name).read_bytes() for name in files_of(out)} == before
-        done(command, *arguments, "-o", out, "--overwrite")
+        ran = done(command, *arguments, "-o", out, "--overwrite")
+        noted = "".join(ran.out.split())
+        assert "adapter_config.json" in noted and "notes.txt" in noted and "sub/" in noted
+        assert ("beside" in ran.out) == (command == "hf2ms") and "earlier conversion" not in ran.out
         assert (out / "notes.txt").read_text() == "mine" and (out / "sub" / "config.json").read_text() == "{}"
-    extra = frozenset({"notes.txt", "sub/config.json", "rank_0/notes.txt"})
+    extra = frozenset({"notes.txt", "sub/config.json", "adapter_config.json"})
     assert_same_folder(source, tmp_path / "ms2hf", ignore=extra)
     assert_same_folder(slices, tmp_path / "hf2ms", ignore=extra | {"model.safetensors"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank_5/checkpoint_5.ckpt", "rank_0/checkpoint_0.safetensors", "rank_1/mine", "strategy/plan.md", "huggingface/config.json",
+        "huggingface/mine/deep.txt", "manifest.json", ".manifest.json.partial", "rank_0", "rank_7",
+    ],
+)  # fmt: skip
+def test_files_that_ms_convert_did_not_write_are_not_replaced_by_a_rank_tree(name: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text('{"mine": 1}')
+    message = refused("hf2ms", tiny_folder("bert"), "-o", out, "--tp", 2, "--overwrite")
+    assert f"{out / name}: in the way" in message and "remove or move it yourself" in message
+    assert files_of(out) == [name] and (out / name).read_text() == '{"mine": 1}'
+
+
+def test_what_a_user_put_into_a_finished_conversion_survives_overwrite_and_is_named(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done("hf2ms", tiny_folder("gpt2"), "-o", out, "--tp", 4)
+    for name in ("rank_3/notes.txt", "huggingface/mine.txt", "logs/a.txt"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    ran = done("hf2ms", tiny_folder("bert"), "-o", out, "--tp", 2, "--overwrite")
+    assert "replaced what an earlier conversion had left; not touched: huggingface/mine.txt, logs/, rank_3/" in ran.out
+    done("hf2ms", tiny_folder("bert"), "-o", tmp_path / "fresh", "--tp", 2)
+    assert_same_folder(tmp_path / "fresh", out, ignore=frozenset({"rank_3/notes.txt", "huggingface/mine.txt", "logs/a.txt"}))
+
+
+def test_some_ranks_alone_do_not_replace_a_finished_conversion(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done("hf2ms", tiny_folder("bert"), "-o", out, "--tp", 2)
+    before = {name: (out / name).read_bytes() for name in files_of(out)}
+    assert "leave --ranks out" in refused("hf2ms", tiny_folder("bert"), "-o", out, "--tp", 2, "--ranks", 0, "--overwrite")
+    assert {name: (out / name).read_bytes() for name in files_of(out)} == before
+    done("hf2ms", tiny_folder("bert"), "-o", out, "--tp", 2, "--ranks", "0-1", "--overwrite")
+
+
+@pytest.mark.parametrize("command", ["hf2ms", "ms2hf"])
+@pytest.mark.parametrize("extra", [(), ("--overwrite",)])
+def test_a_link_in_the_place_of_the_progress_folder_is_refused(
+    command: str, extra: tuple[str, ...], tiny_folder: TinyFolder, slices: Path, tmp_path: Path
+) -> None:
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    (precious / "sub").mkdir(parents=True)
+    for name in ("a.txt", "sub/b.txt", "run.json", "lock"):
+        (precious / name).write_text("mine")
+    arguments = ("hf2ms", tiny_folder("bert")) if command == "hf2ms" else ("ms2hf", slices)
+    out.mkdir()
+    (out / ".ms-convert").symlink_to(precious)
+    assert "a link or a file where ms-convert keeps its records" in refused(*arguments, "-o", out, *extra)
+    (out / ".ms-convert").unlink()
+    done(*arguments, "-o", out)
+    (out / ".ms-convert").symlink_to(precious)
+    assert ms_convert(*arguments, "-o", out, *extra).code == 1
+    assert files_of(precious) == ["a.txt", "lock", "run.json", "sub/b.txt"]
+
+
+def test_what_is_not_of_ms_convert_in_the_progress_folder_stays(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done("hf2ms", tiny_folder("bert"), "-o", out, "--tp", 2, "--ranks", 0)
+    (out / ".ms-convert" / "sub").mkdir()
+    (out / ".ms-convert" / "sub" / "notes.txt").write_text("mine")
+    done("hf2ms", tiny_folder("bert"), "-o", out, "--tp", 2)
+    assert [name for name in files_of(out) if name.startswith(".ms-convert")] == [".ms-convert/sub/notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["rank_1", "strategy", "huggingface", "1_Pooling"])
+@pytest.mark.parametrize("extra", [(), ("--overwrite",)])
+def test_a_link_out_of_the_output_folder_is_not_followed(
+    name: str, extra: tuple[str, ...], tiny_folder: TinyFolder, slices: Path, tmp_path: Path
+) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    out.mkdir()
+    if name == "1_Pooling":
+        done("hf2ms", tiny_folder("llama-uneven-vocab-tied", tokenizer=True), "-o", tmp_path / "slices", "--tp", 2)
+        arguments: tuple[object, ...] = ("ms2hf", tmp_path / "slices", "-o", out, *extra)
+    else:
+        arguments = ("hf2ms", tiny_folder("bert"), "-o", out, "--tp", 2, *extra)
+        if not extra:
+            done(*arguments, "--ranks", 0)
+    (out / name).symlink_to(elsewhere)
+    message = refused(*arguments)
+    assert (extra == () and name == "1_Pooling") or "a link leads out of the output folder" in message
+    assert not list(elsewhere.iterdir()) and (out / name).is_symlink()
+
+
+def test_links_that_wait_under_the_names_of_temporaries_are_not_followed(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    source, precious = tiny_folder("bert", tokenizer=True), tmp_path / "precious"
+    precious.write_text("mine")
+    out, back = tmp_path / "out", tmp_path / "back"
+    done("hf2ms", source, "-o", out, "--tp", 2, "--ranks", 0)
+    (out / "huggingface").mkdir()
+    (out / "rank_1").mkdir()
+    (out / "strategy").mkdir()
+    waiting = [
+        ".manifest.json.partial", ".ms-convert/.run.json.partial", ".ms-convert/.file-rank_1-checkpoint_1.safetensors.json.partial",
+        "strategy/.ckpt_strategy_rank_0.ckpt.partial", "rank_1/checkpoint_1.safetensors.partial",
+        f"huggingface/{hidden_temporary(Path('config.json'))}", "huggingface/config.json.partial",
+    ]  # fmt: skip
+    for name in waiting:
+        (out / name).symlink_to(precious)
+    done("hf2ms", source, "-o", out, "--tp", 2)
+    back.mkdir()
+    (back / hidden_temporary(Path("config.json"))).symlink_to(precious)
+    (back / "config.json").symlink_to(precious)
+    done("ms2hf", out, "-o", back, "--overwrite")
+    assert precious.read_text() == "mine"
+    assert_same_folder(source, back)
+
+
+def test_files_in_the_making_are_left_in_the_source_and_listed(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "model", "bert")
+    (source / "config.json.partial").write_text("half")
+    (source / "sub.partial").mkdir()
+    (source / "sub.partial" / "a.txt").write_text("half")
+    facts = done("hf2ms", source, "-o", tmp_path / "out", "--json").facts
+    assert "config.json.partial" in json.dumps(facts)
+    done("ms2hf", tmp_path / "out", "-o", tmp_path / "back")
+    assert_same_folder(source, tmp_path / "back", ignore=frozenset({"config.json.partial", "sub.partial/a.txt"}))
 
 
 def test_another_conversion_is_replaced_with_overwrite_alone(tiny_folder: TinyFolder, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from converter.output_folder import remove_records
 from tests.conftest import TinyFolder
 from tests.converter.command_line import assert_same_folder, done, files_of, ms_convert, refused, start
 from tests.converter.interrupted import changes, killed, stopped
@@ -139,7 +140,7 @@ def test_a_changed_source_starts_again_and_says_so(tmp_path: Path) -> None:
     unfinished(source, out)
     shutil.copy(save_tiny(tmp_path / "other", "qwen2", 1) / "model.safetensors", source)
     ran = done("hf2ms", source, "-o", out, "--tp", 2, "--pp", 2)
-    assert "the source changed" in ran.out
+    assert "source model.safetensors: " in ran.out and "starting again" in ran.out
     done("ms2hf", out, "-o", tmp_path / "back")
     assert_same_folder(source, tmp_path / "back")
 
@@ -245,6 +246,82 @@ def test_a_finished_run_that_is_repeated_says_so_and_writes_nothing(tiny_folder:
     done("ms2hf", out, "-o", back)
     assert "holds a finished conversion" in refused("ms2hf", out, "-o", back)
     assert_same_folder(source, back)
+
+
+@pytest.mark.parametrize("change", ["changed", "is new", "is gone"])
+def test_a_finished_run_is_not_called_finished_when_a_side_file_of_the_source_changed(change: str, tmp_path: Path) -> None:
+    source, out = save_tiny(tmp_path / "model", "bert", tokenizer=True), tmp_path / "out"
+    done("hf2ms", source, "-o", out, "--tp", 2)
+    path = source / ("added.json" if change == "is new" else "tokenizer.json")
+    if change == "is gone":
+        path.unlink()
+    else:
+        path.write_bytes(b"[]" if change == "is new" else path.read_bytes()[:-1] + b"]")
+    assert f"{path.name} {change}" in refused("hf2ms", source, "-o", out, "--tp", 2)
+    done("hf2ms", source, "-o", out, "--tp", 2, "--overwrite")
+    done("ms2hf", out, "-o", tmp_path / "back")
+    assert_same_folder(source, tmp_path / "back")
+
+
+@pytest.mark.parametrize("extra", [(), ("--durable",)])
+def test_the_manifest_does_not_vouch_for_a_rank_that_changed_since_an_earlier_run(
+    extra: tuple[str, ...], tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    source, out = tiny_folder("bert"), tmp_path / "out"
+    options = ("--tp", 2, "--pp", 2, *extra)
+    done("hf2ms", source, "-o", tmp_path / "whole", *options)
+    unfinished(source, out)
+    path = out / "rank_1" / "checkpoint_1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    message = refused("hf2ms", source, "-o", out, *options, "--ranks", "2-3")
+    assert "rank_1/checkpoint_1.safetensors: not as it was written" in message and "rank_0/" not in message
+    assert not (out / "manifest.json").exists()
+    done("hf2ms", source, "-o", out, *options, "--ranks", "1")
+    assert_same_folder(tmp_path / "whole", out)
+
+
+def test_a_host_whose_copy_of_the_model_has_other_times_does_not_remove_the_ranks_of_another(tmp_path: Path) -> None:
+    source, out = save_tiny(tmp_path / "model", "bert"), tmp_path / "out"
+    copied = shutil.copytree(source, tmp_path / "copy")
+    os.utime(copied / "model.safetensors", ns=(0, 10**18))
+    options = ("--tp", 2, "--pp", 2)
+    unfinished(source, out)
+    before = {name: (out / name).read_bytes() for name in files_of(out) if name.startswith("rank_")}
+    for extra in (("--ranks", "2-3"), ("--ranks", "1-3"), ("--ranks", "2-3", "--dtype", "bf16")):
+        message = refused("hf2ms", copied, "-o", out, *options, *extra)
+        assert "source model.safetensors: " in message and "of 2001-09-09 01:46:40" in message and "cp -p" in message
+        assert ("--dtype: keep -> bf16" in message) == ("bf16" in extra)
+        assert {name: (out / name).read_bytes() for name in files_of(out) if name.startswith("rank_")} == before
+    shutil.copystat(source / "model.safetensors", copied / "model.safetensors")
+    done("hf2ms", copied, "-o", out, *options, "--ranks", "2-3")
+    done("ms2hf", out, "-o", tmp_path / "back")
+    assert_same_folder(source, tmp_path / "back")
+
+
+def test_killed_while_it_replaces_a_finished_conversion_it_removes_the_rest_of_it(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    source, old = tiny_folder("bert"), tmp_path / "old"
+    done("hf2ms", tiny_folder("gpt2"), "-o", old, "--tp", 4)
+    done("hf2ms", source, "-o", tmp_path / "whole", "--tp", 2)
+    shutil.copytree(old, tmp_path / "counted")
+    command = ("hf2ms", source, "--tp", 2, "--overwrite", "-o")
+    total = changes(*command, tmp_path / "counted")
+    for change in (4, 5, 6, 8, 10, 14, 20, 30, total - 1):
+        out = tmp_path / f"out-{change}"
+        shutil.copytree(old, out)
+        assert killed(change, *command, out)
+        done(*command, out)
+        assert_same_folder(tmp_path / "whole", out)
+
+
+def test_two_hosts_may_remove_the_records_at_the_same_time(tmp_path: Path) -> None:
+    progress = tmp_path / ".ms-convert"
+    progress.mkdir()
+    (progress / "run.json").write_text("{}")
+    remove_records(tmp_path)
+    remove_records(tmp_path)
+    assert not progress.exists()
 
 
 def test_a_finished_run_that_lost_a_file_is_not_called_finished(tiny_folder: TinyFolder, tmp_path: Path) -> None:
