@@ -83,7 +83,7 @@ Examples:
 @click.option("--durable", is_flag=True, help="Wait until each file is on the disk (fsync) before it gets its name.")
 @click.option("--workers", type=click.IntRange(1, 256), default=2, show_default=True, help="Threads that copy.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, from headers alone, and write nothing.")
-@click.option("--overwrite", is_flag=True, help="Replace what is in the output folder.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier conversion in the output folder, and only what ms-convert wrote there.")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
 def hf2ms(
     model: str, output: str | None, dry_run: bool, as_json: bool, rules_file: str | None, file_format: str, **choices: Any
@@ -118,7 +118,7 @@ Examples:
 @click.option("--durable", is_flag=True, help="Wait until each file is on the disk (fsync) before it gets its name.")
 @click.option("--workers", type=click.IntRange(1, 256), default=2, show_default=True, help="Threads that copy.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--overwrite", is_flag=True, help="Replace what is in the output folder.")
+@click.option("--overwrite", is_flag=True, help="Replace weights, index, config and files of the same names in the output folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
 def ms2hf(slices: str, output: str | None, dry_run: bool, as_json: bool, **choices: Any) -> None:
     """Give the Hugging Face folder back from SLICES, the output of hf2ms. No other flags are needed: the manifest knows."""
