@@ -105,6 +105,9 @@ def read_hf_folder(folder: Path) -> HFFolder:
         raise refuse("no such folder", str(folder), "give the folder that holds config.json and the weights")
     if not folder.is_dir():
         raise refuse("a file, not a folder", str(folder), "give the folder that holds config.json and the weights")
+    if (folder / "manifest.json").exists() and not (folder / "config.json").exists():
+        mend = "`ms2hf` takes it; `verify` takes the Hugging Face folder first, then this"
+        raise refuse("a rank tree of ms-convert, not a Hugging Face folder", str(folder), mend)
     config = read_json_object(folder / "config.json", MAX_CONFIG_BYTES, folder)
     form, index = _find_form(folder)
     weight_map = _read_index(folder, form, index) if index else {}
@@ -258,7 +261,7 @@ def _side_files(folder: Path, form: WeightForm, used: set[str]) -> tuple[tuple[S
         name = path.relative_to(folder).as_posix()
         if name in used:
             continue
-        if _is_second_copy(name, form):
+        if is_named_like_weights(name) or any(name == other.index for other in FORMS if other is not form):
             why_left = f"weights in another form than the {form.name} ones that are converted"
         elif is_reserved(name):
             why_left = "a file in the making, or of ms-convert's own"
@@ -272,13 +275,11 @@ def _side_files(folder: Path, form: WeightForm, used: set[str]) -> tuple[tuple[S
     return tuple(carried), tuple(left)
 
 
-def _is_second_copy(name: str, form: WeightForm) -> bool:
-    """Whether a file beside the converted weights holds the same model in another form. A sub-folder's files are parts of their own
+def is_named_like_weights(name: str) -> bool:
+    """Whether a relative name is that of the model's own weights in some form. A sub-folder's files are parts of their own
     (sentence-transformers keeps a dense layer in one): they travel as they are.
     """
-    if "/" in name or name in NOT_WEIGHTS:
-        return False
-    return name.endswith(WEIGHT_SUFFIXES) or any(name == other.index for other in FORMS if other is not form)
+    return "/" not in name and name not in NOT_WEIGHTS and name.endswith(WEIGHT_SUFFIXES)
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, str]]:

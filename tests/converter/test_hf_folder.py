@@ -265,15 +265,19 @@ def test_weights_in_several_forms_are_listed_as_left_behind(single: Path, tmp_pa
         (single / folder).mkdir()
         (single / folder / "notes").write_text("x")
     (single / "onnx" / "notes").unlink()
-    (single / "onnx" / "model.onnx").write_bytes(b"other")
+    (single / "onnx" / "part.onnx").write_bytes(b"a part of its own")
+    (single / "model.onnx").write_bytes(b"other")
+    (single / "training_args.bin").write_bytes(b"no weights")
     (single / "linked").symlink_to(tmp_path)
     (single / "broken").symlink_to("nowhere")
     os.mkfifo(single / "pipe")
     left = {entry["name"]: entry["why"] for entry in done("hf2ms", single, "--dry-run", "--json").facts["left"]}
-    assert left.keys() == {"pytorch_model.bin", "onnx/model.onnx", "linked", "broken", "pipe", ".git", ".ms-convert"} and all(left.values())
+    assert left.keys() == {"pytorch_model.bin", "model.onnx", "linked", "broken", "pipe", ".git", ".ms-convert"} and all(left.values())
     shown = ms_convert("hf2ms", single, "-o", tmp_path / "slices").out
     assert all(name in shown for name in left)
-    assert not list((tmp_path / "slices" / "huggingface").rglob("*.onnx"))
+    carried = tmp_path / "slices" / "huggingface"
+    assert (carried / "onnx/part.onnx").read_bytes() == b"a part of its own" and (carried / "training_args.bin").exists()
+    assert not (carried / "model.onnx").exists()
 
 
 class Attack:
