@@ -107,7 +107,7 @@ class OutputFolder:
         self.records: dict[str, FileRecord] = {}
         self.places = sorted(lock_places)
         self._lock = FolderLock(self.progress / "lock", self.places)
-        self._created = self._began = False
+        self._created = self._began = self._made_progress = False
 
     def check(self) -> None:
         """Raises Refused when the folder, or a file in it that would be replaced, is somebody else's. Changes nothing; done again later."""
@@ -120,6 +120,7 @@ class OutputFolder:
 
     def __enter__(self) -> OutputFolder:
         self.check()
+        self._made_progress = not self.progress.exists()
         self._lock.open()
         try:
             with self._lock.gate():
@@ -196,6 +197,8 @@ class OutputFolder:
             if self._began or not (self.progress / RUN_RECORD).exists():
                 self._lock.alone()
                 remove_empty_folders(self.path, self.run.paths)
+                if self._made_progress:
+                    shutil.rmtree(self.progress)  # with the unfinished work in it; a link in its place is refused
                 remove_records(self.path)
                 if self._created:
                     self.path.rmdir()
