@@ -157,18 +157,22 @@ def families(as_json: bool) -> None:
     click.echo(json.dumps(facts, indent=2)) if as_json else show_families(facts)
 
 
-@cli.command(cls=Command, epilog="\b\nExamples:\n  ms-convert rules llama\n  ms-convert rules --rules my_family.toml")
+@cli.command(cls=Command, epilog="\b\nExamples:\n  ms-convert rules llama\n  ms-convert rules llama --toml > my_family.toml\n  ms-convert rules --rules my_family.toml")
 @click.argument("family", required=False)
 @click.option(
     "--rules", "rules_file", type=click.Path(exists=True, dir_okay=False), help="A rule table of your own (TOML): checked and printed."
 )
+@click.option("--toml", is_flag=True, help="Print the table's own text, to start a table of your own from.")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
-def rules(family: str | None, rules_file: str | None, as_json: bool) -> None:
+def rules(family: str | None, rules_file: str | None, toml: bool, as_json: bool) -> None:
     """Print the rule table of FAMILY: which Hugging Face tensor is which MindSpore parameter, and how it is cut."""
-    from converter.display_tables import rule_facts, show_rules
+    from converter.display_tables import rule_facts, show_rules, table_text
 
     if (family is None) == (rules_file is None):
         raise click.UsageError("Give a FAMILY (see `ms-convert families`) or --rules FILE.")
+    if toml:
+        click.echo(table_text(family, rules_file), nl=False)
+        return
     facts = rule_facts(family, rules_file)
     click.echo(json.dumps(facts, indent=2)) if as_json else show_rules(facts)
 

@@ -31,9 +31,18 @@ def show_families(facts: list[dict[str, Any]]) -> None:
     console().print("\nAnother family: write a rule table and pass it with --rules FILE; `ms-convert rules llama` shows one.")
 
 
+def _table(family: str | None, rules_file: str | None) -> FamilyTable:
+    return load_table(Path(rules_file)) if rules_file is not None else bundled_table(str(family))
+
+
+def table_text(family: str | None, rules_file: str | None) -> str:
+    """A table as it is written. Raises Refused for a table with mistakes."""
+    return _table(family, rules_file).text
+
+
 def rule_facts(family: str | None, rules_file: str | None) -> dict[str, Any]:
     """One table's rules, drops and duplicates. Raises Refused for a table with mistakes."""
-    table = load_table(Path(rules_file)) if rules_file is not None else bundled_table(str(family))
+    table = _table(family, rules_file)
     return {
         "family": table.family, "description": table.description, "table": table.where, "architectures": list(table.architectures),
         "rules": [entry for index in range(len(table.rules)) for entry in _rule_entries(table, index)],

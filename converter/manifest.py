@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from converter.dtypes import ITEM_SIZE
-from converter.hf_folder import WEIGHT_SUFFIXES, check_inside
+from converter.hf_folder import is_named_like_weights, check_inside
 from converter.layout import MAX_RANKS, ParallelLayout
 from converter.partial_files import SUFFIX, is_reserved, open_new, sync_folder
 from converter.records import RecordError, decode, encode
@@ -271,7 +271,7 @@ def side_name_problem(name: str) -> str | None:
         return "control characters, a backslash, bytes that are not UTF-8, or a path that leaves its folder"
     if is_reserved(name):
         return f"{SUFFIX} at the end and .ms-convert at the beginning are for files in the making"
-    return "it is named like weights" if name.endswith(WEIGHT_SUFFIXES) else None
+    return "it is named like weights" if is_named_like_weights(name) else None
 
 
 def weight_name_problem(name: str) -> str | None:
