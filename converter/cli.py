@@ -157,7 +157,16 @@ def families(as_json: bool) -> None:
     click.echo(json.dumps(facts, indent=2)) if as_json else show_families(facts)
 
 
-@cli.command(cls=Command, epilog="\b\nExamples:\n  ms-convert rules llama\n  ms-convert rules llama --toml > my_family.toml\n  ms-convert rules --rules my_family.toml")
+@cli.command(
+    cls=Command,
+    epilog="""
+\b
+Examples:
+  ms-convert rules llama
+  ms-convert rules llama --toml > my_family.toml
+  ms-convert rules --rules my_family.toml
+""",
+)
 @click.argument("family", required=False)
 @click.option(
     "--rules", "rules_file", type=click.Path(exists=True, dir_okay=False), help="A rule table of your own (TOML): checked and printed."

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from converter.dtypes import ITEM_SIZE
-from converter.hf_folder import is_named_like_weights, check_inside
+from converter.hf_folder import check_inside, is_named_like_weights
 from converter.layout import MAX_RANKS, ParallelLayout
 from converter.partial_files import SUFFIX, is_reserved, open_new, sync_folder
 from converter.records import RecordError, decode, encode

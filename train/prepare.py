@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 import xxhash
 
 from converter import __version__
+from converter.folder_lock import PROGRESS_FOLDER
 from converter.outcome import OnProgress
-from converter.output_folder import PROGRESS_FOLDER, FileRecord, FolderKind, OutputFolder, Run, finish_interrupted
+from converter.output_folder import FileRecord, FolderKind, OutputFolder, Run, finish_interrupted
 from mappings.errors import refuse
 from train.data_index import FORMAT_VERSION, INDEX, DataIndex, ShardRecord, read_index, shard_name, write_index
 from train.documents import DocumentOptions, Part, divide, find_files
