@@ -161,13 +161,16 @@ def convert(conversion: Conversion, output: Path, on_progress: OnProgress | None
         return Outcome(output, notes=["this conversion is finished already: nothing to do"])
     _refuse_partial_overwrite(conversion, output)
     check_not_carried(conversion.source)
+    side_bytes = sum(side.size for side in conversion.source.folder.side_files)
+    if options.overwrite:  # before anything is replaced
+        missing_space(output, conversion.mine.plan.nbytes + side_bytes, conversion.run.paths)
     outcome = Outcome(output)
     with OutputFolder(output, RANK_TREE, conversion.run, overwrite=options.overwrite, lock_places=conversion.mine.files_of_rank) as folder:
         remaining = unfinished_files(conversion.mine.plan.files, folder, options.workers)
         outcome.notes += folder.notes
         plan = Plan(remaining)
         refuse_holes(plan)
-        missing_space(output, plan.nbytes + sum(side.size for side in conversion.source.folder.side_files))
+        missing_space(output, plan.nbytes + side_bytes)
         results = execute(
             plan, output, workers=options.workers, on_progress=counted_from(conversion.mine.plan.nbytes - plan.nbytes, on_progress),
             on_file_done=lambda result: folder.record(FileRecord(result.path, result.size, dict(result.checksums))),

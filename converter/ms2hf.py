@@ -93,13 +93,16 @@ def restore(restoration: Restoration, output: Path, on_progress: OnProgress | No
     folder.check()
     check_side_files(tree.manifest.source.side_files, tree.path / SIDE_FOLDER)
     begun = recorded_run(output) is not None
-    if not begun:  # before anything is replaced
+    side_bytes = sum(record.size for record in tree.manifest.source.side_files)
+    if options.overwrite:  # before anything is replaced
+        missing_space(output, restoration.planned.plan.nbytes + side_bytes, restoration.run.paths)
+    if not begun:
         check_slices(tree, restoration.planned.plan, options.workers)
     with folder:
         remaining = unfinished_files(restoration.planned.plan.files, folder, options.workers)
         outcome.notes += folder.notes
         plan = Plan(remaining)
-        missing_space(output, plan.nbytes)
+        missing_space(output, plan.nbytes + side_bytes)
         refuse_holes(plan)
         if begun:
             check_slices(tree, plan, options.workers)

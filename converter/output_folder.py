@@ -367,12 +367,12 @@ def finish_interrupted(folder: Path, kind: FolderKind, run: Run) -> bool:
     return True
 
 
-def missing_space(path: Path, needed: int) -> None:
-    """Refuse when the disk that holds `path` has less than `needed` bytes free."""
+def missing_space(path: Path, needed: int, replaced: Iterable[str] = ()) -> None:
+    """Refuse when the disk that holds `path` has less than `needed` bytes free, those of the `replaced` files in `path` counted as free."""
     place = path
     while not place.exists():
         place = place.parent
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(place).free + _bytes_of(path, replaced)
     if free < needed:
         raise Refused(
             "not enough disk space",
@@ -384,3 +384,9 @@ def missing_space(path: Path, needed: int) -> None:
                 )
             ],
         )
+
+
+def _bytes_of(folder: Path, paths: Iterable[str]) -> int:
+    """Bytes of these files where they exist; hard links of one file count once."""
+    found = [(folder / path).lstat() for path in paths if (folder / path).is_file()]
+    return sum({(status.st_dev, status.st_ino): status.st_size for status in found}.values())

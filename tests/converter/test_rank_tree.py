@@ -69,3 +69,21 @@ def test_every_misfit_of_a_layout_is_told_at_once(tree: Path, capsys: pytest.Cap
     assert "attention heads cannot be divided among 3" in told
     assert "cannot fill 9 pipeline stages" in told
     assert "--vocab-multiple 64 is not divisible by tp 3" in told
+
+
+def test_a_full_disk_is_told_before_an_earlier_conversion_is_replaced(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slices = copy_of(tree, tmp_path)
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back/config.json").write_text("{}")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert (
+        run(["hf2ms", str(tree / "model"), "-o", str(slices), "--tp", "2", "--dtype", "fp32", "--vocab-multiple", "4096", "--overwrite"])
+        == 1
+    )
+    assert "bytes are needed" in capsys.readouterr().err
+    assert (slices / "manifest.json").exists() and len(list(slices.glob("rank_*/*.safetensors"))) == 4
+    assert run(["ms2hf", str(slices), "-o", str(tmp_path / "back"), "--overwrite"]) == 1
+    assert (tmp_path / "back/config.json").read_text() == "{}"
