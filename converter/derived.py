@@ -22,7 +22,7 @@ def check_not_carried(source: SourceModel) -> None:
     """Raises Refused, naming every dropped buffer that is not what it should be and every duplicate that differs."""
     problems = [*_wrong_duplicates(source), *_wrong_buffers(source)]
     if problems:
-        raise Refused("tensors that would not be carried are not what they should be", problems[:40])
+        raise Refused("tensors that would not be carried are not what they should be", problems)
 
 
 def _wrong_duplicates(source: SourceModel) -> Iterable[Problem]:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from mappings.errors import Refused
 
+PROBLEMS_SHOWN = 24  # a screen of them
 LOG_WIDTH = 160
 LOG_INTERVAL = 5.0  # seconds between the lines of a log
 
@@ -73,15 +74,18 @@ def show_refusal(error: Refused) -> None:
     out = console(stderr=True)
     out.print(f"[bold red]refused:[/] {printable(error.title)}")
     mend = ""
-    for index, problem in enumerate(error.problems):
+    shown = error.problems[:PROBLEMS_SHOWN]
+    for index, problem in enumerate(shown):
         place = f"[cyan]{printable(problem.where)}[/]: " if problem.where else ""
         what = "" if problem.what == error.title else printable(problem.what)
         if place or what:
             out.print(f"  {place}{what}".rstrip(": ") if not what else f"  {place}{what}")
-        following = error.problems[index + 1].mend if index + 1 < len(error.problems) else ""
+        following = shown[index + 1].mend if index + 1 < len(shown) else ""
         mend = problem.mend
         if mend and mend != following:
             out.print(f"    [green]->[/] {printable(mend)}")
+    if len(error.problems) > len(shown):
+        out.print(f"  and {len(error.problems) - len(shown)} more")
 
 
 def show_plan(facts: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ def _check_names(folder: HFFolder) -> None:
     found += [(side.name, side_name_problem(side.name)) for side in folder.side_files]
     problems = [Problem(f"the file name {quoted(name)}: {what}", str(folder.path), "rename it") for name, what in found if what is not None]
     if problems:
-        raise Refused("names that cannot travel", problems[:40])
+        raise Refused("names that cannot travel", problems)
 
 
 def _identity(source: SourceModel, layout: ParallelLayout, options: RankTreeOptions) -> Run:
@@ -214,7 +214,7 @@ def _finished_before(conversion: Conversion, output: Path) -> bool:
         problems = [
             Problem(what, str(conversion.source.folder.path), "run again with --overwrite to convert all again") for what in changed
         ]
-        raise Refused("the conversion is finished, but files beside the weights are not those that it took along", problems[:40])
+        raise Refused("the conversion is finished, but files beside the weights are not those that it took along", problems)
     return True
 
 

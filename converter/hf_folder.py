@@ -214,7 +214,7 @@ def _read_weight_files(folder: Path, form: WeightForm, names: list[str]) -> tupl
     if len(refusals) == 1:
         raise refusals[0]
     if refusals:
-        raise Refused(f"{len(refusals)} weight files cannot be read", [problem for error in refusals for problem in error.problems][:40])
+        raise Refused(f"{len(refusals)} weight files cannot be read", [problem for error in refusals for problem in error.problems])
     return tuple(files)
 
 
@@ -251,7 +251,7 @@ def _check_headers(folder: Path, files: tuple[WeightFile, ...], weight_map: dict
     if problems:
         raise Refused(
             "the index and the headers disagree",
-            [*problems[:40], Problem("download the folder again, or rebuild the index", str(folder / (index or "")))],
+            [*problems, Problem("download the folder again, or rebuild the index", str(folder / (index or "")))],
         )
 
 

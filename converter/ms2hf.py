@@ -24,6 +24,7 @@ from converter.stored_bytes import checksum
 from converter.strided import refuse_holes
 from converter.tensors import StoredTensor
 from mappings.errors import Problem, Refused
+from mappings.names import fold_names
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -147,14 +148,21 @@ def check_slices(tree: RankTree, plan: Plan, workers: int) -> None:
     with ThreadPoolExecutor(workers) as pool:
         found = list(pool.map(checksum, wanted.values()))
     changed = [tensor for (key, tensor), xxh3 in zip(wanted.items(), found, strict=True) if xxh3 != recorded[key]]
-    problems += [_changed(tree, tensor) for tensor in changed]
+    problems += _changed(tree, changed)
     if problems:
-        raise Refused("the slices are not what was written", problems[:40])
+        raise Refused("the slices are not what was written", problems)
 
 
-def _changed(tree: RankTree, tensor: StoredTensor) -> Problem:
-    where = tensor.path.relative_to(tree.path).as_posix()
-    return Problem(f"{tensor.name} is not what the manifest recorded (checksum)", where, "restore the file, or run hf2ms again")
+def _changed(tree: RankTree, tensors: Iterable[StoredTensor]) -> list[Problem]:
+    """What to say of slices whose bytes are others, folded by file."""
+    names: dict[str, list[str]] = {}
+    for tensor in tensors:
+        names.setdefault(tensor.path.relative_to(tree.path).as_posix(), []).append(tensor.name)
+    return [
+        Problem(f"{name} is not what the manifest recorded (checksum)", where, "restore the file, or run hf2ms again")
+        for where, of_file in names.items()
+        for name in fold_names(of_file)
+    ]
 
 
 def _finish(restoration: Restoration, folder: OutputFolder) -> None:

@@ -18,8 +18,6 @@ from mappings.errors import Problem, Refused
 from mappings.expand import Pairing
 from mappings.names import fold_names
 
-MAX_PROBLEMS = 40
-
 
 @dataclass(frozen=True)
 class Replicas:
@@ -77,7 +75,7 @@ def _check_restorable(tree: RankTree, pairings: Mapping[str, list[Pairing]]) -> 
     wrong["is of the model, and is not recorded"] += sorted(absent)
     problems = [Problem(f"{name} {what}", str(tree.path), "run hf2ms again") for what, names in wrong.items() for name in fold_names(names)]
     if problems:
-        raise Refused("the rank tree does not hold what the manifest promises", problems[:MAX_PROBLEMS])
+        raise Refused("the rank tree does not hold what the manifest promises", problems)
 
 
 def _original(tree: RankTree, record: TensorRecord) -> str:

@@ -20,7 +20,6 @@ from mappings.expand import Expansion, expand, restore_prefix
 from mappings.names import fold_names
 from mappings.tables import FamilyTable, parse_table
 
-MAX_PROBLEMS = 40
 CHECKPOINT_SUFFIXES = (".safetensors", ".ckpt")
 _MEND = "restore it, or run hf2ms again"
 
@@ -56,7 +55,7 @@ def read_rank_tree(folder: Path) -> RankTree:
         problems += wrong
         slices[record.rank] = found
     if problems:
-        raise Refused("the rank files do not agree with the manifest", problems[:MAX_PROBLEMS])
+        raise Refused("the rank files do not agree with the manifest", problems)
     return RankTree(folder, manifest, manifest.layout.layout(), table, expansion, names, slices)
 
 
@@ -83,7 +82,7 @@ def _check_recorded_slices(folder: Path, manifest: Manifest, expansion: Expansio
     problems = [Problem(f"{count} cannot be divided among {layout.tp} tensor-parallel ranks") for count in blocked]
     problems += [Problem(f"{name} {what}", mend=_MEND) for what, names in wrong.items() for name in fold_names(names)]
     if problems:
-        raise Refused(f"{folder / MANIFEST} does not hold the model that it describes", problems[:MAX_PROBLEMS])
+        raise Refused(f"{folder / MANIFEST} does not hold the model that it describes", problems)
 
 
 def _read_rank_file(folder: Path, record: RankFileRecord, manifest: Manifest) -> tuple[dict[str, StoredTensor], list[Problem]]:

@@ -43,7 +43,7 @@ def check_recorded(paths: Iterable[str], file_format: str, folder: OutputFolder,
         if not is_whole
     ]
     if problems:
-        raise Refused("files of an earlier run have changed since", problems[:40])
+        raise Refused("files of an earlier run have changed since", problems)
 
 
 def _is_as_recorded(folder: OutputFolder, record: FileRecord, path: str, file_format: str) -> bool:

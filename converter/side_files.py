@@ -45,7 +45,7 @@ def check_side_files(records: Iterable[SideFileRecord], source: Path) -> None:
         if _copied(path, record.name) != record:
             problems.append(Problem("not as the manifest recorded it", f"{source.name}/{record.name}", _MEND))
     if problems:
-        raise Refused("the side files do not agree with the manifest", problems[:40])
+        raise Refused("the side files do not agree with the manifest", problems)
 
 
 def restore_side_files(records: Iterable[SideFileRecord], source: Path, target: Path) -> None:

@@ -18,7 +18,6 @@ from mappings.rules import Drop
 from mappings.tables import FamilyTable, bundled_families, bundled_table, bundled_table_for
 from model.config import ModelConfig
 
-MAX_PROBLEMS = 40
 FP8 = {"F8_E4M3", "F8_E5M2"}
 
 
@@ -88,9 +87,7 @@ def understand(folder: HFFolder, table: FamilyTable | None = None, tied: bool | 
     duplicates = {name: of for name, of in expansion.duplicates.items() if name in tensors}
     problems = [*_presence(expansion, tensors), *_shapes(expansion, tensors), *_dtypes(folder, expansion, tensors)]
     if problems:
-        more = len(problems) - MAX_PROBLEMS
-        shown = [*problems[:MAX_PROBLEMS], Problem(f"and {more} more")] if more > 0 else problems
-        raise Refused(f"{folder.path.name or folder.path} does not fit the table {table.where}", shown)
+        raise Refused(f"{folder.path.name or folder.path} does not fit the table {table.where}", problems)
     return SourceModel(folder, table, config, expansion, tensors, names, dropped, duplicates, tuple(reading.notes))
 
 
@@ -103,7 +100,7 @@ def _by_whole_name(folder: HFFolder, names: Mapping[str, str]) -> dict[str, Stor
             problems.append(Problem(f"{whole!r} is there twice, with and without its prefix", str(tensor.path), "remove one of the two"))
         tensors[whole] = tensor
     if problems:
-        raise Refused("two tensors have one name", problems[:MAX_PROBLEMS])
+        raise Refused("two tensors have one name", problems)
     return tensors
 
 

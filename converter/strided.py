@@ -141,7 +141,7 @@ def refuse_holes(plan: Plan) -> None:
     distinct = {id(tensor): tensor for file in plan.files for tensor in file.tensors}
     problems = [problem for tensor in distinct.values() for problem in check_cover(tensor)]
     if problems:
-        raise Refused("the plan has holes or overlaps", problems[:40])
+        raise Refused("the plan has holes or overlaps", problems)
 
 
 def _view_problems(copy: StridedCopy, tensor: TargetTensor) -> list[str]:

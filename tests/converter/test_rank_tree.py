@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from converter.cli import run
-from mappings.errors import Refused
+from converter.display import show_refusal
+from converter.safetensors_format import read_header
+from mappings.errors import Problem, Refused
 from tests.tiny_models import save_tiny
 
 
@@ -87,3 +89,24 @@ def test_a_full_disk_is_told_before_an_earlier_conversion_is_replaced(
     assert (slices / "manifest.json").exists() and len(list(slices.glob("rank_*/*.safetensors"))) == 4
     assert run(["ms2hf", str(slices), "-o", str(tmp_path / "back"), "--overwrite"]) == 1
     assert (tmp_path / "back/config.json").read_text() == "{}"
+
+
+def test_a_long_refusal_is_one_screen_and_counts_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    show_refusal(Refused("too much is wrong", [Problem(f"number {index} is wrong", f"file {index}", "mend it") for index in range(100)]))
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) < 30 and told[-1].strip() == "and 76 more" and told[-2].strip() == "-> mend it"
+
+
+def test_bytes_that_changed_in_every_layer_are_told_in_one_line_per_file(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slices = copy_of(tree, tmp_path)
+    path = slices / "rank_0/checkpoint_0.safetensors"
+    tensors, _ = read_header(path)
+    content = bytearray(path.read_bytes())
+    for tensor in tensors:
+        content[tensor.extents[0].offset] ^= 1
+    path.write_bytes(content)
+    assert run(["ms2hf", str(slices), "-o", str(tmp_path / "back")]) == 1
+    told = capsys.readouterr().err
+    assert "layers.{0..1}.attention.q_proj.weight is not what the manifest recorded" in told
