@@ -52,7 +52,7 @@ def execute(
     on_progress: Callable[[int], None] | None = None,
     on_file_done: Callable[[FileResult], None] | None = None,
     allow_overflow: bool = False,
-    durable: bool = True,
+    durable: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[FileResult]:
     """Write every file of the plan under `output`, with `workers` threads; the results in the plan's order.

@@ -1,6 +1,6 @@
 """How fast plans are executed and in how much memory, beside `cp -r` of the same source.
 
-    python -m tests.benchmarks.copy_speed [--case NAME ...] [--repeats 5] [--workers 2] [--no-durable] [--folder DIR] [--scale 1.0]
+    python -m tests.benchmarks.copy_speed [--case NAME ...] [--repeats 5] [--workers 2] [--durable] [--folder DIR] [--scale 1.0]
 
 Each case builds a source of about 2 GB, then runs `cp -r` and `execute()` in turn, each to a fresh folder with nothing left to be
 written back from before. The first round is not counted: memory that the machine has not used for long is slow to touch. Every execution
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=[*CASES], help="default: all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--durable", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--durable", action="store_true")
     parser.add_argument("--buffer", type=int, help="bytes of each of a worker's two buffers")
     parser.add_argument("--scale", type=float, default=1.0, help="size of the source in units of 2 GB")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where a temporary folder is made")
