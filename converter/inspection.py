@@ -19,6 +19,7 @@ from converter.source_model import understand
 from converter.strategy_format import read_strategy
 from converter.tensors import StoredTensor
 from converter.torch_format import read_torch_bin
+from converter.vocabulary import vocabulary_notes, vocabulary_sizes
 from mappings.errors import Refused, refuse
 
 MAX_STRATEGY_BYTES = 256 << 20
@@ -48,7 +49,13 @@ def _inspect_hf_folder(path: Path) -> dict[str, Any]:
     }  # fmt: skip
     try:
         source = understand(folder)
-        facts |= {"family": source.table.family, "model": source.config.to_json(), "notes": list(source.notes), "problem": None}
+        facts |= {
+            "family": source.table.family,
+            "model": source.config.to_json(),
+            "notes": [*source.notes, *vocabulary_notes(source)],
+            "problem": None,
+        }
+        facts |= {"vocabulary": vocabulary_sizes(source)}
     except Refused as error:
         facts |= {"family": None, "model": None, "notes": [], "problem": str(error)}
     return facts | _tensor_facts(folder.tensors.values())

@@ -152,17 +152,25 @@ def write_whole(path: Path, content: bytes, durable: bool = False) -> None:
     os.replace(temporary, path)
 
 
+def _what_it_is(folder: Path) -> str:
+    return "a Hugging Face folder, not a rank tree" if (folder / "config.json").exists() else "not a finished output of ms-convert"
+
+
+def _what_to_do(folder: Path) -> str:
+    if (folder / "config.json").exists():
+        return "hf2ms makes a rank tree of it; `verify` takes the Hugging Face folder first"
+    if (folder.parent / MANIFEST).exists():
+        return f"give the folder of the whole tree, {folder.parent}"
+    return "if hf2ms was stopped, run the same command again; it continues"
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read and check a rank tree's manifest. Raises Refused for a missing, foreign or damaged one."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise refuse("no such folder", str(folder), "give the output folder of hf2ms")
     if not path.is_file():
-        raise refuse(
-            f"no {MANIFEST}: not a finished output of ms-convert",
-            str(folder),
-            "if hf2ms was stopped, run the same command again; it continues",
-        )
+        raise refuse(f"no {MANIFEST}: {_what_it_is(folder)}", str(folder), _what_to_do(folder))
     check_inside(path, folder)
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise refuse(f"larger than {MAX_MANIFEST_BYTES >> 20} MiB", str(path), "this is no manifest of ms-convert")

@@ -110,3 +110,14 @@ def test_bytes_that_changed_in_every_layer_are_told_in_one_line_per_file(
     assert run(["ms2hf", str(slices), "-o", str(tmp_path / "back")]) == 1
     told = capsys.readouterr().err
     assert "layers.{0..1}.attention.q_proj.weight is not what the manifest recorded" in told
+
+
+def test_folders_that_were_mixed_up_are_named_as_what_they_are(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in (
+        (["ms2hf", str(tree / "model"), "-o", str(tmp_path / "x")], "a Hugging Face folder, not a rank tree"),
+        (["ms2hf", str(tree / "slices/rank_0"), "-o", str(tmp_path / "x")], f"give the folder of the whole tree, {tree / 'slices'}"),
+        (["hf2ms", str(tree / "slices"), "-o", str(tmp_path / "x")], "a rank tree of ms-convert, not a Hugging Face folder"),
+        (["verify", str(tree / "slices"), str(tree / "model")], "a rank tree of ms-convert, not a Hugging Face folder"),
+    ):
+        assert run(arguments) == 1
+        assert told in capsys.readouterr().err.replace("\n", "")
