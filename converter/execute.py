@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import xxhash
@@ -109,21 +109,23 @@ class _Stopped(Exception):
     """Another thread failed; this one leaves its work."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Task:
     """One group: its distinct targets, each with the places (file, index in the file) where it is written."""
 
-    first_file: int
-    targets: dict[int, TargetTensor] = field(default_factory=dict)  # by identity: ranks share the target of a replicated parameter
-    places: dict[int, list[tuple[PartialFile, int]]] = field(default_factory=dict)
+    targets: list[TargetTensor]
+    places: list[list[tuple[PartialFile, int]]]
 
-    def add(self, tensor: TargetTensor, file: PartialFile, index: int) -> None:
-        self.targets.setdefault(id(tensor), tensor)
-        self.places.setdefault(id(tensor), []).append((file, index))
-
-    @property
-    def order(self) -> tuple[int, bool]:
-        return self.first_file, max(tensor.nbytes for tensor in self.targets.values()) < LARGE_BYTES
+    @staticmethod
+    def of(members: Iterable[tuple[PartialFile, int]]) -> _Task:
+        """The task for these places of a group's targets. Ranks share the target of a replicated parameter, by identity."""
+        targets: dict[int, TargetTensor] = {}
+        places: dict[int, list[tuple[PartialFile, int]]] = {}
+        for file, index in members:
+            tensor = file.file.tensors[index]
+            targets[id(tensor)] = tensor
+            places.setdefault(id(tensor), []).append((file, index))
+        return _Task(list(targets.values()), list(places.values()))
 
 
 class _Progress:
@@ -169,7 +171,7 @@ class _Run:
         self._targets = OpenFiles(os.O_WRONLY | os.O_NOFOLLOW)
         _check_paths(plan)
         self._files = [PartialFile(file, output, layouts[file.format], self._targets, options.durable) for file in plan.files]
-        self._tasks = iter(_tasks(self._files))
+        self._groups = iter(_groups(plan.files))
         self._lock = threading.Lock()
         self._stopped = False
         self._error: BaseException | None = None
@@ -223,7 +225,8 @@ class _Run:
 
     def _next_task(self) -> _Task | None:
         with self._lock:
-            return None if self._stopped else next(self._tasks, None)
+            group = None if self._stopped else next(self._groups, None)
+        return None if group is None else _Task.of((self._files[number], index) for number, index in group)
 
     def _fail(self, error: BaseException) -> None:
         """Keep the first error and let every thread stop at its next block."""
@@ -233,8 +236,7 @@ class _Run:
 
     def _do(self, task: _Task, gatherer: Gatherer, progress: _WorkerProgress) -> None:
         """Gather, write and sum up one group."""
-        targets = list(task.targets.values())
-        places = list(task.places.values())
+        targets, places = task.targets, task.places
         checksums = [xxhash.xxh3_64() for _ in targets]
         for index, first, data in gatherer.blocks(targets):
             if self._stopped:
@@ -278,13 +280,20 @@ def _check_paths(plan: Plan) -> None:
         raise ValueError(f"written twice: {', '.join(twice)}")
 
 
-def _tasks(files: list[PartialFile]) -> list[_Task]:
-    """The groups in the order of their first file, so that files are finished early; a file's large tensors first."""
-    tasks: dict[str, _Task] = {}
+def _groups(files: tuple[TargetFile, ...]) -> list[list[tuple[int, int]]]:
+    """The groups as (file, index in the file) of their targets, in the order of their first file, its large tensors first.
+
+    So files are finished early. Numbers, not objects: a plan may have hundreds of thousands of groups.
+    """
+    groups: dict[str, list[tuple[int, int]]] = {}
     for number, file in enumerate(files):
-        for index, tensor in enumerate(file.file.tensors):
-            tasks.setdefault(tensor.group, _Task(number)).add(tensor, file, index)
-    return sorted(tasks.values(), key=lambda task: task.order)
+        for index, tensor in enumerate(file.tensors):
+            members = groups.get(tensor.group)
+            if members is None:
+                groups[tensor.group] = [(number, index)]
+            else:
+                members.append((number, index))
+    return sorted(groups.values(), key=lambda members: (members[0][0], files[members[0][0]].tensors[members[0][1]].nbytes < LARGE_BYTES))
 
 
 def _overflow_refusal(overflows: Mapping[str, int]) -> Refused:

@@ -108,15 +108,15 @@ def slice_of(name: str, source: StoredTensor, rank: int, tp: int) -> TargetTenso
     return part_of(name, source, 0 if column else 1, rank, tp)
 
 
-def transposes(dtype: str) -> Callable[[Path, float], Plan]:
-    """Matrices 8192 x 8192, each transposed, two target files."""
+def transposes(dtype: str, rows: int, columns: int) -> Callable[[Path, float], Plan]:
+    """Matrices of one size, each transposed, two target files."""
 
     def build(folder: Path, scale: float) -> Plan:
-        shape = (8192, 8192)
+        shape = (rows, columns)
         count = max(2, round(scale * 2**31 / (math.prod(shape) * item_size(dtype))))
         stored = write_source(folder, {f"{index}.c_fc": shape for index in range(count)}, dtype, 4)
         tensors = [
-            TargetTensor(name, dtype, shape, (StridedCopy(source, 0, (1, shape[0]), 0, (shape[0], 1), shape),), name)
+            TargetTensor(name, dtype, (columns, rows), (StridedCopy(source, 0, (1, columns), 0, (rows, 1), (columns, rows)),), name)
             for name, source in stored.items()
         ]
         halves = tensors[: count // 2], tensors[count // 2 :]
@@ -154,8 +154,10 @@ CASES: dict[str, Callable[[Path, float], Plan]] = {
     "llama tp2 pp2": llama(2, 2),
     "llama tp16 pp1": llama(16, 1),
     "llama tp1 pp1": llama(1, 1),
-    "transpose bf16": transposes("BF16"),
-    "transpose fp32": transposes("F32"),
+    "transpose GPT-2": transposes("F32", 768, 3072),
+    "transpose XL": transposes("F32", 1600, 6400),
+    "transpose bf16": transposes("BF16", 8192, 8192),
+    "transpose fp32": transposes("F32", 8192, 8192),
     "cast fp32 bf16": casts("F32", "BF16"),
     "cast bf16 fp32": casts("BF16", "F32"),
     "cast bf16 fp16": casts("BF16", "F16"),
