@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -11,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -91,17 +95,32 @@ class _PeakMemory(threading.Thread):
 
 
 def in_turn(contenders: Sequence[Contender], rounds: int) -> Mapping[str, Times]:
-    """Run every contender once to warm up, then all of them in turn, `rounds` times. Dirty pages are written out before each run."""
+    """Run every contender once to warm up, then all of them `rounds` times, in another order each round.
+
+    Each finds the same machine: no output of an earlier run, dirty pages written out, and the memory that it will fill touched before.
+    """
     times = {contender.name: Times() for contender in contenders}
+    order = list(contenders)
     for round_number in range(rounds + 1):
-        for contender in contenders:
-            if contender.output is not None:
-                shutil.rmtree(contender.output, ignore_errors=True)
+        random.Random(round_number).shuffle(order)
+        for contender in order:
+            for other in contenders:
+                if other.output is not None:
+                    shutil.rmtree(other.output, ignore_errors=True)
             os.sync()
+            touch_memory()
             usage = run_once(contender.command)
             if round_number > 0:
                 times[contender.name].runs.append(usage)
     return times
+
+
+def touch_memory(nbytes: int = 3 << 30) -> None:
+    """Write to so much free memory and give it back.
+
+    A virtual machine may have lent idle pages to its host, and getting one back is slow.
+    """
+    np.empty(nbytes, np.uint8)[:: mmap.PAGESIZE] = 1
 
 
 def machine() -> str:
