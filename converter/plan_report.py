@@ -9,6 +9,7 @@ from converter.layout import ParallelLayout, slice_of
 from converter.memory import peak_memory
 from converter.plan import Plan
 from converter.source_model import SourceModel
+from converter.vocabulary import vocabulary_notes
 from mappings.names import fold_names
 
 if TYPE_CHECKING:  # one direction need not wait for the other's modules
@@ -38,7 +39,7 @@ def conversion_facts(conversion: Conversion) -> dict[str, Any]:
         **fate_facts(source, layout),
         "side_files": [side.name for side in folder.side_files],
         "left": [{"name": name, "why": why} for name, why in folder.left],
-        "notes": list(source.notes),
+        "notes": [*source.notes, *vocabulary_notes(source)],
         "needs": _needs(conversion.mine.plan, conversion.options.workers, sum(side.size for side in folder.side_files)),
         "bytes_by_dtype": dtype_bytes(conversion.mine.plan),
     }

@@ -17,13 +17,11 @@ def run_hf2ms(model: str, output: str | None, rules_file: str | None, *, dry_run
     """Plan, and unless `dry_run` convert. Raises Refused."""
     from converter.hf2ms import RankTreeOptions, convert, plan_conversion
     from converter.plan_report import conversion_facts
-    from converter.vocabulary import vocabulary_notes
 
     table = load_table(Path(rules_file)) if rules_file else None
     conversion = plan_conversion(Path(model), RankTreeOptions(**choices), table)
     facts = conversion_facts(conversion)
     if dry_run or output is None:
-        facts["notes"] += vocabulary_notes(conversion.source)
         click.echo(json.dumps(facts, indent=2)) if as_json else show_plan(facts)
         return
     if not as_json:
