@@ -21,6 +21,7 @@ Examples:
   ms-convert ms2hf ./slices -o ./back
   ms-convert verify ./Llama-3.1-8B ./slices --forward --report report.html
   ms-convert inspect ./slices
+  ms-convert reformat ./checkpoint -o ./as-ckpt --format ckpt
 """
 LAZY_COMMANDS = {"verify": "model.verify_command:verify"}
 
@@ -127,6 +128,32 @@ def ms2hf(slices: str, output: str | None, dry_run: bool, as_json: bool, **choic
     if output is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
     run_ms2hf(slices, output, dry_run=dry_run, as_json=as_json, **choices)
+
+
+@cli.command(
+    cls=Command,
+    epilog="""
+\b
+Examples:
+  ms-convert reformat ./model.ckpt -o ./out --format safetensors
+  ms-convert reformat ./checkpoint -o ./as-ckpt --format ckpt       (rank_0/, rank_1/, ...)
+""",
+)
+@click.argument("source", type=click.Path(exists=True))
+@click.option("-o", "--output", type=click.Path(), help="Folder for the files. Needed unless --dry-run.")
+@click.option("--format", "file_format", type=click.Choice(["safetensors", "ckpt"]), required=True, help="Format to write.")
+@click.option("--durable", is_flag=True, help="Wait until each file is on the disk (fsync) before it gets its name.")
+@click.option("--workers", type=click.IntRange(1, 256), default=2, show_default=True, help="Threads that copy.")
+@click.option("--dry-run", is_flag=True, help="Print what would be written, from headers alone, and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier result in the output folder, and only what ms-convert wrote there.")
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+def reformat(source: str, output: str | None, dry_run: bool, as_json: bool, **choices: Any) -> None:
+    """Write SOURCE, any MindSpore checkpoint or a folder of them, in MindSpore's other format: .ckpt or safetensors, bit for bit."""
+    from converter.run_reformat import run_reformat
+
+    if output is None and not dry_run:
+        raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
+    run_reformat(source, output, dry_run=dry_run, as_json=as_json, **choices)
 
 
 @cli.command(

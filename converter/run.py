@@ -28,7 +28,7 @@ def run_hf2ms(model: str, output: str | None, rules_file: str | None, *, dry_run
         show_plan(facts)
     with progress("hf2ms", conversion.mine.plan.nbytes, quiet=as_json) as shown:
         outcome = convert(conversion, Path(output), shown.reach)
-    _tell(outcome, shown.seconds, facts, as_json, next_step=f"ms-convert ms2hf {output} -o BACK")
+    tell(outcome, shown.seconds, facts, as_json, next_step=f"ms-convert ms2hf {output} -o BACK")
 
 
 def run_ms2hf(slices: str, output: str | None, *, dry_run: bool, as_json: bool, **choices: Any) -> None:
@@ -45,10 +45,11 @@ def run_ms2hf(slices: str, output: str | None, *, dry_run: bool, as_json: bool, 
         show_restoration(facts)
     with progress("ms2hf", restoration.planned.plan.nbytes, quiet=as_json) as shown:
         outcome = restore(restoration, Path(output), shown.reach)
-    _tell(outcome, shown.seconds, facts, as_json, next_step=f"AutoModel.from_pretrained({output!r})")
+    tell(outcome, shown.seconds, facts, as_json, next_step=f"AutoModel.from_pretrained({output!r})")
 
 
-def _tell(outcome: Outcome, seconds: float, facts: dict[str, Any], as_json: bool, next_step: str) -> None:
+def tell(outcome: Outcome, seconds: float, facts: dict[str, Any], as_json: bool, next_step: str) -> None:
+    """What a finished command did, for a person or as JSON."""
     result = {
         "output": str(outcome.output), "finished": outcome.finished, "files_written": outcome.files, "bytes_written": outcome.bytes_written,
         "seconds": round(seconds, 3), "missing_ranks": list(outcome.missing_ranks), "notes": outcome.notes,
