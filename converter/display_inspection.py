@@ -54,6 +54,9 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if "finished_files" in facts:
         lines.append(("finished", ", ".join(facts["finished_files"]) or "none yet"))
+    if "parameters" in facts:
+        stages = ", ".join(map(str, facts["stages"]))
+        lines.append(("stages", f"{stages}; {len(facts['parameters'])} parameter layouts"))
     if "elements" in facts:
         dtypes = ", ".join(f"{size(count)} {dtype}" for dtype, count in facts["bytes_by_dtype"].items())
         which = " on the first rank of each stage" if "layout" in facts else ""
@@ -83,11 +86,22 @@ def _show_tensors(out: Console, tensors: list[dict[str, Any]], show_all: bool) -
 
 def _show_strategy(out: Console, parameters: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
-    for heading in ("parameter", "device matrix", "tensor map"):
+    for heading in ("stage", "parameter", "device matrix", "tensor map", "cut"):
         table.add_column(heading, overflow="fold")
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for item in parameters:
-        groups.setdefault((number_free(item["name"]), str(item["device_matrix"]), str(item["tensor_map"])), []).append(item["name"])
-    for (_, matrix, mapping), names in groups.items():
-        table.add_row(*map(printable, (", ".join(fold_names(names)), matrix, mapping)))
+        cut = (str(item["stage"]), str(item["device_matrix"]), str(item["tensor_map"]), _cut_text(item))
+        groups.setdefault((number_free(item["name"]), *cut), []).append(item["name"])
+    for (_, stage, matrix, mapping, cut_text), names in groups.items():
+        table.add_row(*map(printable, (stage, ", ".join(fold_names(names)), matrix, mapping, cut_text)))
     out.print(table)
+
+
+def _cut_text(item: dict[str, Any]) -> str:
+    """Which axes are cut into how many: `axis 0 in 8`; a tensor map counts the device axes from the right."""
+    matrix = item["device_matrix"]
+    cuts = [f"axis {axis} in {matrix[-1 - device]}" for axis, device in enumerate(item["tensor_map"]) if device != -1]
+    shards = item["optimizer_shards"]
+    if shards:
+        cuts.append("optimizer: all replicas" if shards == -1 else f"optimizer: {shards} more")
+    return ", ".join(cuts) or "whole"

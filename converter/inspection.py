@@ -16,13 +16,11 @@ from converter.rank_tree import read_rank_tree
 from converter.recognise import KINDS, recognise
 from converter.safetensors_format import read_header
 from converter.source_model import understand
-from converter.strategy_format import read_strategy
+from converter.strategy_files import is_json_strategy, read_strategy_file
 from converter.tensors import StoredTensor
 from converter.torch_format import read_torch_bin
 from converter.vocabulary import vocabulary_notes, vocabulary_sizes
 from mappings.errors import Refused, refuse
-
-MAX_STRATEGY_BYTES = 256 << 20
 
 
 def inspect_path(path: Path) -> dict[str, Any]:
@@ -107,17 +105,25 @@ def _inspect_file(path: Path) -> dict[str, Any]:
         return facts | _tensor_facts(read_ckpt(path))
     if kind == "torch_zip":
         return facts | _tensor_facts(read_torch_bin(path))
-    if kind == "strategy":
-        return facts | _strategy_facts(path)
+    if kind == "strategy" or (kind == "json" and is_json_strategy(path)):
+        return facts | strategy_facts(path)
     raise refuse(f"{KINDS[kind].phrase}, not a checkpoint that ms-convert reads", str(path), KINDS[kind].mend)
 
 
-def _strategy_facts(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_STRATEGY_BYTES:
-        raise refuse("larger than 256 MiB", str(path), "this is no strategy file")
-    stage, layouts = read_strategy(path.read_bytes(), str(path))
-    parameters = [{"name": item.name, "device_matrix": list(item.device_matrix), "tensor_map": list(item.tensor_map)} for item in layouts]
-    return {"stage": stage, "parameters": parameters}
+def strategy_facts(path: Path) -> dict[str, Any]:
+    """What a strategy file says, of one stage or merged, as protobuf or JSON."""
+    strategy = read_strategy_file(path)
+    parameters = [
+        {
+            "name": item.name, "stage": stage, "device_matrix": list(item.device_matrix), "tensor_map": list(item.tensor_map),
+            "optimizer_shards": item.opt_weight_shard_size, "optimizer_shard_step": item.opt_weight_shard_step,
+        }
+        for stage, layouts in strategy.stages.items()
+        for item in layouts
+    ]  # fmt: skip
+    kind = f"{KINDS['strategy'].phrase}, " + ("merged" if strategy.merged else "of one pipeline stage")
+    stages = list(strategy.stages)
+    return {"kind": kind, "form": strategy.form, "stage": stages[0], "stages": stages, "merged": strategy.merged, "parameters": parameters}
 
 
 def _tensor_facts(tensors: Iterable[StoredTensor]) -> dict[str, Any]:

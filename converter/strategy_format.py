@@ -15,8 +15,8 @@ that is cut along two axes of the devices, which is not supported here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from converter.protobuf_wire import (
     LENGTH,
@@ -60,15 +60,36 @@ def write_strategy(layouts: Sequence[ParameterLayout], stage: int) -> bytes:
 
     Raises Refused for layouts that contradict themselves, names with a dash, and no layout at all: MindSpore cannot use such files.
     """
+    _check_writable(layouts)
+    return integer_field(1, _CURRENT_STAGE) + _stage_item(stage) + b"".join(bytes_field(3, _layout_item(layout)) for layout in layouts)
+
+
+def write_merged(stages: Mapping[int, Sequence[ParameterLayout]]) -> bytes:
+    """What `merge_pipeline_strategys` makes of the strategy files of these stages: each name after its stage's number and a dash.
+
+    Raises Refused as `write_strategy` does.
+    """
+    for layouts in stages.values():
+        _check_writable(layouts)
+    items = [
+        bytes_field(3, _layout_item(replace(layout, name=f"{stage}-{layout.name}")))
+        for stage, layouts in stages.items()
+        for layout in layouts
+    ]
+    return integer_field(1, _CURRENT_STAGE) + b"".join(map(_stage_item, stages)) + b"".join(items)
+
+
+def _check_writable(layouts: Sequence[ParameterLayout]) -> None:
     where = "the strategy file to be written"
-    _check(layouts, where)
+    check_layouts(layouts, where)
     dashed = [layout.name for layout in layouts if "-" in layout.name]
     if dashed:
         what = "a name with a dash, which MindSpore's tools take for the end of a pipeline stage's number"
         raise Refused(what, [Problem(what, f"{where}: {quoted(name)}", "rename the parameter") for name in dashed[:20]])
-    strategys = integer_field(1, stage)
-    item = bytes_field(1, f"stage_{stage}".encode()) + bytes_field(2, strategys)
-    return integer_field(1, _CURRENT_STAGE) + bytes_field(2, item) + b"".join(bytes_field(3, _layout_item(layout)) for layout in layouts)
+
+
+def _stage_item(stage: int) -> bytes:
+    return bytes_field(2, bytes_field(1, f"stage_{stage}".encode()) + bytes_field(2, integer_field(1, stage)))
 
 
 def _layout_item(layout: ParameterLayout) -> bytes:
@@ -91,6 +112,12 @@ def read_strategy(data: bytes, where: str = "strategy file") -> tuple[int, list[
 
     Raises Refused for what is no strategy file, has no layout, contradicts itself, or cuts a parameter unevenly or one axis of it twice.
     """
+    stages, layouts = read_stages(data, where)
+    return stages[0], layouts
+
+
+def read_stages(data: bytes, where: str) -> tuple[tuple[int, ...], list[ParameterLayout]]:
+    """All stages that a strategy file names, in its order, and its layouts. Raises Refused as `read_strategy` does."""
     if len(data) > MAX_STRATEGY_FILE:
         raise refuse(f"a strategy file of {len(data)} bytes ({MAX_STRATEGY_FILE} at most)", where, _BROKEN)
     source = BytesSource(data)
@@ -105,12 +132,12 @@ def read_strategy(data: bytes, where: str = "strategy file") -> tuple[int, list[
                 layouts.append(_read_layout(source, field))
             elif field.number != 1:
                 raise WireError(f"field {field.number} at byte {field.start} is not of a strategy file")
-        if not stages or not 0 <= stages[0] < _INT32:
+        if not stages or not all(0 <= stage < _INT32 for stage in stages):
             raise WireError("it does not say its pipeline stage")
     except WireError as error:
         raise refuse(f"not a MindSpore strategy file, or a damaged one: {error}", where, _BROKEN) from error
-    _check(layouts, where)
-    return stages[0], layouts
+    check_layouts(layouts, where)
+    return tuple(dict.fromkeys(stages)), layouts
 
 
 def _read_layout(source: BytesSource, item: Field) -> ParameterLayout:
@@ -163,7 +190,8 @@ def _integer(source: BytesSource, message: Field, number: int) -> int:
     return next(iter(read_integers(source, field)))
 
 
-def _check(layouts: Sequence[ParameterLayout], where: str) -> None:
+def check_layouts(layouts: Sequence[ParameterLayout], where: str) -> None:
+    """Raises Refused for no layout at all, two of one name, and those that contradict themselves."""
     if not layouts:
         raise refuse("a strategy without a single layout", where, _BROKEN)
     names: set[str] = set()
