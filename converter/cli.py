@@ -53,6 +53,8 @@ def cli() -> None:
 Examples:
   ms-convert hf2ms ./SmolLM2-135M -o ./slices --tp 3 --pp 2
   ms-convert hf2ms ./Llama-3.1-8B -o ./slices --tp 8 --format ckpt --dtype bf16
+  ms-convert hf2ms ./Qwen3-8B -o ./slices --tp 4 --target mindformers
+  ms-convert hf2ms ./Llama-3.1-8B -o ./slices --tp 4 --target mindformers-legacy@1.3-fused
   ms-convert hf2ms ./Qwen3-32B -o /shared/slices --tp 8 --pp 4 --ranks 0-15     (host 1)
   ms-convert hf2ms ./Qwen3-32B -o /shared/slices --tp 8 --pp 4 --ranks 16-31    (host 2)
 """,
@@ -79,6 +81,14 @@ Examples:
 )
 @click.option("--allow-overflow", is_flag=True, help="Let a cast turn finite values into infinities.")
 @click.option("--ranks", type=RankList(), help="Write these ranks only, as in 0-7,12. The manifest follows once all are there.")
+@click.option(
+    "--target",
+    default="ms-convert",
+    show_default=True,
+    metavar="DIALECT[@VERSION]",
+    help="Whose names and layouts the files have: ms-convert, mindformers (2.x), mindformers-legacy (1.x). `ms-convert dialects` lists "
+    "the layout versions.",
+)
 @click.option("--rules", "rules_file", type=click.Path(exists=True, dir_okay=False), help="A rule table of your own (TOML).")
 @click.option("--tie-embeddings/--no-tie-embeddings", "tied", default=None, help="Overrule config.json where it contradicts the file.")
 @click.option("--durable", is_flag=True, help="Wait until each file is on the disk (fsync) before it gets its name.")
@@ -182,6 +192,21 @@ def families(as_json: bool) -> None:
 
     facts = family_facts()
     click.echo(json.dumps(facts, indent=2)) if as_json else show_families(facts)
+
+
+@cli.command(cls=Command, epilog="\b\nExamples:\n  ms-convert dialects\n  ms-convert dialects mindformers@2.0 --json")
+@click.argument("dialect", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+def dialects(dialect: str | None, as_json: bool) -> None:
+    """List the dialects (`--target`) with their layout versions and families, or print the tensors of one DIALECT[@VERSION]."""
+    from converter.display_dialects import dialect_facts, show_dialects, show_tensors, tensor_facts
+
+    if dialect is None:
+        listed = dialect_facts()
+        click.echo(json.dumps(listed, indent=2)) if as_json else show_dialects(listed)
+    else:
+        facts = tensor_facts(dialect)
+        click.echo(json.dumps(facts, indent=2)) if as_json else show_tensors(facts)
 
 
 @cli.command(

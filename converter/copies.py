@@ -79,7 +79,7 @@ def _boxes_of_rule(expansion: Expansion, pairing: Pairing, piece: Slice, hf_stri
     places = {place.name: place for place in hf.atoms}
     picked = pairing.expert is not None and item.parameter.cut == EXPERTS
     cut = 0 if piece.axis is None or picked else piece.start * ms_strides[piece.axis]
-    for box in _boxes_of_slice(ms, piece):
+    for box in _boxes_of_slice(ms, piece, item.shape):
         kept = [(place, start, length) for place, start, length in box if place.name in places]
         dims = [(place, length) for place, _, length in kept if length > 1]
         yield PairedBox(
@@ -91,13 +91,21 @@ def _boxes_of_rule(expansion: Expansion, pairing: Pairing, piece: Slice, hf_stri
         )
 
 
-def _boxes_of_slice(ms: View, piece: Slice) -> Iterator[list[tuple[AtomPlace, int, int]]]:
-    """The slice as boxes: (atom, start, length) for every atom of the parameter."""
-    if piece.axis is not None and piece.start >= piece.stop:
-        return
-    cut = ms.axes[piece.axis] if piece.axis is not None else ()
+def _boxes_of_slice(ms: View, piece: Slice, shape: tuple[int, ...]) -> Iterator[list[tuple[AtomPlace, int, int]]]:
+    """The slice as boxes: (atom, start, length) for every atom of the part `ms` of a parameter with this shape.
+
+    A slice takes the same share of each of the parts that lie side by side in its axis.
+    """
     whole = [(place, 0, place.size) for index, axis in enumerate(ms.axes) if index != piece.axis for place in axis]
-    ranges = boxes_of_range(tuple(place.size for place in cut), piece.start, piece.stop) if piece.axis is not None else [()]
+    if piece.axis is None:
+        yield whole
+        return
+    if piece.start >= piece.stop:
+        return
+    cut = ms.axes[piece.axis]
+    sizes = tuple(place.size for place in cut)
+    start, stop = (bound * math.prod(sizes) // shape[piece.axis] for bound in (piece.start, piece.stop))
+    ranges = boxes_of_range(sizes, start, stop)
     for box in ranges:
         yield [*whole, *((place, start, length) for place, (start, length) in zip(cut, box, strict=True))]
 

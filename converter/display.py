@@ -96,6 +96,7 @@ def show_plan(facts: dict[str, Any]) -> None:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in source["dtypes"].items())
     out.print(f"  source   {source['files']} file(s), {source['tensors']} tensors ({dtypes}), {size(source['bytes'])}")
     out.print(f"  layout   {layout_text(layout)}, {facts['format']}, dtype {facts['dtype']}")
+    _show_target(out, facts["target"])
     out.print(_rank_table(facts["ranks"]))
     for entry in facts["dropped"]:
         out.print(f"  dropped     {printable(entry['name'])}: {printable(entry['why'])}")
@@ -112,6 +113,11 @@ def show_plan(facts: dict[str, Any]) -> None:
     for note in facts["notes"]:
         out.print(f"  [yellow]note[/]        {printable(note)}")
     _show_needs(out, facts)
+
+
+def _show_target(out: Console, target: dict[str, Any]) -> None:
+    if target["version"] is not None:
+        out.print(f"  names    {printable(target['dialect'])}, layout version {printable(target['version'])}")
 
 
 def _rank_table(ranks: list[dict[str, Any]]) -> Table:
@@ -142,6 +148,7 @@ def show_restoration(facts: dict[str, Any]) -> None:
     """The plan of ms2hf as a person reads it."""
     out = console()
     out.print(f"[bold]{printable(facts['rank_tree'])}[/]  {printable(facts['family'])}, {layout_text(facts['layout'])}")
+    _show_target(out, facts["target"])
     for file in facts["files"]:
         out.print(f"  {printable(file['path'])}: {file['tensors']} tensors, {size(file['bytes'])}")
     for entry in facts["not_restored"]:

@@ -16,7 +16,7 @@ from converter import __version__
 from converter.derived import check_not_carried
 from converter.execute import execute
 from converter.hf_folder import HFFolder, SideFile, read_hf_folder
-from converter.layout import ParallelLayout, make_layout
+from converter.layout import ParallelLayout, cutting_of, make_layout
 from converter.manifest import (
     LAYOUT_VERSION,
     MANIFEST,
@@ -26,6 +26,7 @@ from converter.manifest import (
     RankFileRecord,
     SideFileRecord,
     SourceRecord,
+    TargetRecord,
     TensorRecord,
     WeightFileRecord,
     read_manifest,
@@ -46,6 +47,7 @@ from converter.strategies import strategy_files, strategy_path
 from converter.strided import refuse_holes
 from converter.tensors import StoredTensor
 from converter.untrusted import quoted
+from mappings.dialect_table import CANONICAL, target_named
 from mappings.errors import Problem, Refused, refuse
 from mappings.tables import FamilyTable
 
@@ -61,6 +63,7 @@ class RankTreeOptions:
     dp: int = 1
     layers_per_stage: tuple[int, ...] | None = None
     vocab_multiple: int | None = None
+    target: str = CANONICAL
     file_format: str = "safetensors"
     dtype: str = "keep"
     ranks: tuple[int, ...] | None = None
@@ -76,7 +79,7 @@ class RankTreeOptions:
         return {
             "--tp": str(self.tp), "--pp": str(self.pp), "--dp": str(self.dp), "--layers-per-stage": stages, "--format": self.file_format,
             "--vocab-multiple": str(self.vocab_multiple or "default"), "--dtype": self.dtype, "tied": str(self.tied),
-            "--allow-overflow": str(self.allow_overflow),
+            "--allow-overflow": str(self.allow_overflow), "--target": self.target,
         }  # fmt: skip
 
 
@@ -94,13 +97,15 @@ class Conversion:
 
 def plan_conversion(model: Path, options: RankTreeOptions, table: FamilyTable | None = None) -> Conversion:
     """Plan hf2ms from headers alone. Raises Refused with everything that stands in the way."""
+    dialect = target_named(options.target)
     folder = read_hf_folder(model)
     _check_names(folder)
     source = understand(folder, table, options.tied)
     layout = make_layout(
         source.config, source.expansion, tp=options.tp, pp=options.pp, dp=options.dp,
-        layers_per_stage=options.layers_per_stage, vocab_multiple=options.vocab_multiple,
+        layers_per_stage=options.layers_per_stage, vocab_multiple=options.vocab_multiple, dialect=dialect,
     )  # fmt: skip
+    source = source.in_dialect(dialect, cutting_of(layout))
     run = _identity(source, layout, options)
     whole = plan_rank_tree(source, layout, file_format=options.file_format, dtype=options.dtype, run=run.identity)
     mine = whole
@@ -132,6 +137,7 @@ def _identity(source: SourceModel, layout: ParallelLayout, options: RankTreeOpti
     decisive = {
         "files": files, "config": source.folder.config, "table": source.table.text, "layout": layout.to_json(),
         "options": options.shown(), "layout_version": LAYOUT_VERSION,
+        "target": None if source.dialect is None else [str(source.dialect), source.dialect.table.text],
     }  # fmt: skip
     digest = xxhash.xxh3_128(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
     shown = options.shown() | {"model": str(source.folder.path.resolve()), "table": source.table.where}
@@ -278,6 +284,7 @@ def _manifest(conversion: Conversion, records: Mapping[str, FileRecord], side_fi
         LAYOUT_VERSION, __version__, conversion.run.identity, source.table.family, source.table.text, source.table.where,
         replace(source.config, padded_vocab=layout.padded_vocab), LayoutRecord.of(layout), conversion.options.file_format,  # type: ignore[arg-type]
         conversion.options.dtype, source_record(source, side_files), tuple(_rank_records(conversion, records)),  # type: ignore[arg-type]
+        TargetRecord.of(source.dialect),
     )  # fmt: skip
 
 

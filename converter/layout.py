@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mappings.composition import Cutting
+from mappings.dialect_table import Dialect
 from mappings.errors import Problem, Refused
 from mappings.expand import Expansion
 from mappings.parameters import REPLICATED, Parameter
@@ -153,19 +155,24 @@ def make_layout(
     dp: int = 1,
     layers_per_stage: tuple[int, ...] | None = None,
     vocab_multiple: int | None = None,
+    dialect: Dialect | None = None,
 ) -> ParallelLayout:
-    """The layout of a model. Raises Refused when it cannot be cut so, with what blocks it and the tp values that would work."""
+    """The layout of a model. Raises Refused when it cannot be cut so, with what blocks it and the tp values that would work.
+
+    Some dialects' networks do not pad the vocabulary unless told to, and let no two ranks share a KV head.
+    """
     if min(tp, pp, dp) < 1:
         raise Refused("no such layout", [Problem(f"tp {tp}, pp {pp}, dp {dp}", mend="let each be at least 1")])
     if tp * pp * dp > MAX_RANKS:
         raise Refused("too many ranks", [Problem(f"tp {tp} x pp {pp} x dp {dp} is more than {MAX_RANKS}")])
     refusals: list[Refused] = []
     with _collected(refusals):
-        _check_tensor_parallel(expansion, tp)
+        _check_tensor_parallel(expansion, tp, dialect is None or dialect.table.shares_kv_heads)
     with _collected(refusals):
         stages = split_layers(config.layers, pp, layers_per_stage)
     with _collected(refusals):
-        padded = padded_vocabulary(config.vocab, tp, vocab_multiple)
+        pads = dialect is None or dialect.table.pads_vocabulary or vocab_multiple is not None
+        padded = padded_vocabulary(config.vocab, tp, vocab_multiple) if pads else config.vocab
     if len(refusals) == 1:
         raise refusals[0]
     if refusals:
@@ -191,25 +198,30 @@ def cut_axes(expansion: Expansion) -> dict[str, int]:
     return {atom: expansion.sizes[atom] for atom in sorted(cuts)}
 
 
-def blockers(axes: Mapping[str, int], tp: int) -> list[str]:
+def blockers(axes: Mapping[str, int], tp: int, shares_kv_heads: bool = True) -> list[str]:
     """Which of these axes tp does not divide: one phrase each, empty when it divides all.
 
-    Fewer KV heads than tp are no obstacle where they divide it: several ranks then hold the same head.
+    Fewer KV heads than tp are no obstacle where they divide it and may be shared: several ranks then hold the same head.
     """
-    replicable = {atom for atom, count in axes.items() if atom == "kv_heads" and tp % count == 0}
+    replicable = {atom for atom, count in axes.items() if shares_kv_heads and atom == "kv_heads" and tp % count == 0}
     return [f"{count} {AXIS_WORDS.get(atom, atom)}" for atom, count in axes.items() if count % tp and atom not in replicable]
 
 
-def _check_tensor_parallel(expansion: Expansion, tp: int) -> None:
+def _check_tensor_parallel(expansion: Expansion, tp: int, shares_kv_heads: bool) -> None:
     axes = cut_axes(expansion)
-    blocked = blockers(axes, tp)
+    blocked = blockers(axes, tp, shares_kv_heads)
     if not blocked:
         return
     most = axes.get("heads", max(axes.values()))
-    working = [value for value in range(1, min(most, MAX_LISTED_TP) + 1) if not blockers(axes, value)]
+    working = [value for value in range(1, min(most, MAX_LISTED_TP) + 1) if not blockers(axes, value, shares_kv_heads)]
     problems = [Problem(f"{count} cannot be divided among {tp} tensor-parallel ranks") for count in blocked]
     problems[-1] = Problem(problems[-1].what, mend=f"tp values that work for this model: {', '.join(map(str, working))}")
     raise Refused(f"--tp {tp} does not fit this model", problems)
+
+
+def cutting_of(layout: ParallelLayout) -> Cutting:
+    """How a dialect's tensors are cut in this layout."""
+    return Cutting(layout.tp, layout.padded_vocab != layout.vocab)
 
 
 def slice_of(parameter: Parameter, shape: tuple[int, ...], sizes: Mapping[str, int], layout: ParallelLayout, tensor_rank: int) -> Slice:

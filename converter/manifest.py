@@ -20,6 +20,7 @@ from converter.partial_files import SUFFIX, is_reserved, open_new, sync_folder
 from converter.records import RecordError, decode, encode
 from converter.untrusted import MAX_AXES, name_problem, quoted
 from mappings.config_values import shown
+from mappings.dialect_table import Dialect, dialect_of, parse_dialect
 from mappings.errors import Problem, Refused, refuse
 from model.config import ModelConfig
 
@@ -107,6 +108,30 @@ class Manifest:
     dtype: Literal["keep", "bf16", "fp16", "fp32"]
     source: SourceRecord
     files: tuple[RankFileRecord, ...]
+    target: TargetRecord | None = None
+
+
+@dataclass(frozen=True)
+class TargetRecord:
+    """The dialect whose names and layouts the files have, none for the canonical ones; its table travels with them.
+
+    Two layout versions of a dialect can have equal names and shapes and other contents.
+    """
+
+    dialect: str
+    version: str
+    table: str
+
+    @classmethod
+    def of(cls, dialect: Dialect | None) -> TargetRecord | None:
+        return None if dialect is None else cls(dialect.table.dialect, dialect.version, dialect.table.text)
+
+    def read(self, where: str) -> Dialect:
+        """The dialect. Raises Refused for a table that is none, and for a version that it does not have."""
+        table = parse_dialect(self.table, f"{where}: dialect {quoted(self.dialect)}")
+        if table.dialect != self.dialect:
+            raise refuse(f"the table of {quoted(table.dialect)} stands for {quoted(self.dialect)}", where, "restore it, or convert again")
+        return dialect_of(table, self.version)
 
 
 @dataclass(frozen=True)
@@ -208,7 +233,8 @@ def _mistakes(manifest: Manifest) -> Iterator[str]:
         yield "the files are not one for each rank, in order"
     else:
         yield from _mistakes_of_ranks(manifest)
-    if layout.padded_vocab < layout.vocab or layout.padded_vocab % max(layout.tp, 1) or layout.vocab != model.vocab:
+    uneven = layout.padded_vocab % max(layout.tp, 1) and (manifest.target is None or layout.padded_vocab != layout.vocab)
+    if layout.padded_vocab < layout.vocab or uneven or layout.vocab != model.vocab:
         yield "the vocabulary sizes do not fit"
     if layout.padded_vocab != model.padded_vocab:
         yield "model and layout have different padded vocabularies"

@@ -10,6 +10,7 @@ from converter.memory import peak_memory
 from converter.plan import Plan
 from converter.source_model import SourceModel
 from converter.vocabulary import vocabulary_notes
+from mappings.dialect_table import CANONICAL, Dialect
 from mappings.names import fold_names
 
 if TYPE_CHECKING:  # one direction need not wait for the other's modules
@@ -25,6 +26,7 @@ def conversion_facts(conversion: Conversion) -> dict[str, Any]:
         "model": str(folder.path),
         "family": source.table.family,
         "table": source.table.where,
+        "target": target_facts(source.dialect, source.table.family),
         "layout": layout.to_json(),
         "format": conversion.options.file_format,
         "dtype": conversion.options.dtype,
@@ -39,7 +41,7 @@ def conversion_facts(conversion: Conversion) -> dict[str, Any]:
         **fate_facts(source, layout),
         "side_files": [side.name for side in folder.side_files],
         "left": [{"name": name, "why": why} for name, why in folder.left],
-        "notes": [*source.notes, *vocabulary_notes(source)],
+        "notes": [*source.notes, *vocabulary_notes(source), *dialect_notes(source.dialect, source.table.family)],
         "needs": _needs(conversion.mine.plan, conversion.options.workers, sum(side.size for side in folder.side_files)),
         "bytes_by_dtype": dtype_bytes(conversion.mine.plan),
     }
@@ -52,6 +54,7 @@ def restoration_facts(restoration: Restoration) -> dict[str, Any]:
         "command": "ms2hf",
         "rank_tree": str(tree.path),
         "family": tree.manifest.family,
+        "target": target_facts(tree.dialect, tree.manifest.family),
         "layout": tree.layout.to_json(),
         "files": [
             {"path": file.path, "tensors": len(file.tensors), "bytes": sum(tensor.nbytes for tensor in file.tensors)} for file in plan.files
@@ -68,6 +71,21 @@ def restoration_facts(restoration: Restoration) -> dict[str, Any]:
         "needs": _needs(plan, restoration.options.workers, sum(record.size for record in tree.manifest.source.side_files)),
         "bytes_by_dtype": dtype_bytes(plan),
     }
+
+
+def target_facts(dialect: Dialect | None, family: str) -> dict[str, Any]:
+    """Whose names and layouts the MindSpore files have. By analogy: the dialect's own code has no such network."""
+    if dialect is None:
+        return {"dialect": CANONICAL, "version": None, "by_analogy": False}
+    return {"dialect": dialect.table.dialect, "version": dialect.version, "by_analogy": dialect.by_analogy(family)}
+
+
+def dialect_notes(dialect: Dialect | None, family: str) -> list[str]:
+    """What a person should see of a dialect."""
+    if dialect is None or not dialect.by_analogy(family):
+        return []
+    like = dialect.network(family).families[0]
+    return [f"{dialect.table.dialect} has no {family} network of its own: names and layouts are by analogy with {like}"]
 
 
 def dtype_bytes(plan: Plan) -> dict[str, int]:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from converter.ckpt_format import read_ckpt
 from converter.hf_folder import check_inside
-from converter.layout import ParallelLayout, blockers, cut_axes, slice_of
+from converter.layout import ParallelLayout, blockers, cut_axes, cutting_of, slice_of
 from converter.manifest import MANIFEST, Manifest, RankFileRecord, read_manifest
 from converter.safetensors_format import read_header
 from converter.tensors import StoredTensor
 from converter.untrusted import quoted
+from mappings.composition import compose
+from mappings.dialect_table import Dialect
 from mappings.errors import Problem, Refused
 from mappings.expand import Expansion, expand, restore_prefix
 from mappings.names import fold_names
@@ -28,7 +30,8 @@ _MEND = "restore it, or run hf2ms again"
 class RankTree:
     """A rank tree whose files agree with its manifest, each rank holding what the layout gives it.
 
-    `slices[rank][name]` is where a rank's slice of a parameter lies; it has the shape of its slice.
+    `slices[rank][name]` is where a rank's slice of a parameter lies; it has the shape of its slice. The parameters of `expansion` are those
+    of the files, in the names of `dialect` (None: the canonical ones); `canonical` is the same model in canonical names.
     """
 
     path: Path
@@ -38,6 +41,8 @@ class RankTree:
     expansion: Expansion
     names: Mapping[str, str]
     slices: Mapping[int, Mapping[str, StoredTensor]]
+    canonical: Expansion
+    dialect: Dialect | None
 
 
 def read_rank_tree(folder: Path) -> RankTree:
@@ -46,7 +51,11 @@ def read_rank_tree(folder: Path) -> RankTree:
     table = parse_table(manifest.table, f"{folder / 'manifest.json'}: table {quoted(manifest.table_name)}")
     originals = [tensor.name for file in manifest.source.files for tensor in file.tensors]
     names = restore_prefix(table, originals)
-    expansion = expand(table, manifest.model, manifest.source.config, set(names.values()))
+    dialect = manifest.target.read(str(folder / MANIFEST)) if manifest.target is not None else None
+    canonical = expand(table, manifest.model, manifest.source.config, set(names.values()))
+    layout = manifest.layout.layout()
+    _check_divides(folder, canonical, layout, dialect)
+    expansion = compose(canonical, dialect, cutting_of(layout), manifest.family)
     _check_recorded_slices(folder, manifest, expansion)
     problems: list[Problem] = []
     slices = {}
@@ -56,16 +65,22 @@ def read_rank_tree(folder: Path) -> RankTree:
         slices[record.rank] = found
     if problems:
         raise Refused("the rank files do not agree with the manifest", problems)
-    return RankTree(folder, manifest, manifest.layout.layout(), table, expansion, names, slices)
+    return RankTree(folder, manifest, layout, table, expansion, names, slices, canonical, dialect)
+
+
+def _check_divides(folder: Path, expansion: Expansion, layout: ParallelLayout, dialect: Dialect | None) -> None:
+    blocked = blockers(cut_axes(expansion), layout.tp, dialect is None or dialect.table.shares_kv_heads)
+    if blocked:
+        problems = [Problem(f"{count} cannot be divided among {layout.tp} tensor-parallel ranks") for count in blocked]
+        raise Refused(f"{folder / MANIFEST} does not hold the model that it describes", problems)
 
 
 def _check_recorded_slices(folder: Path, manifest: Manifest, expansion: Expansion) -> None:
     """Raises Refused unless every rank is recorded with the slices that the layout gives it, of one dtype for each parameter."""
     layout = manifest.layout.layout()
-    blocked = blockers(cut_axes(expansion), layout.tp)
     recorded = [{tensor.name: tensor for tensor in file.tensors} for file in manifest.files]
     wrong: dict[str, list[str]] = defaultdict(list)
-    for item in expansion.parameters.values() if not blocked else ():
+    for item in expansion.parameters.values():
         stages = layout.stages_of(item.parameter, item.layer, manifest.model.tied)
         shapes = [slice_of(item.parameter, item.shape, expansion.sizes, layout, rank).shape(item.shape) for rank in range(layout.tp)]
         dtypes = set()
@@ -79,8 +94,7 @@ def _check_recorded_slices(folder: Path, manifest: Manifest, expansion: Expansio
                 dtypes.add(slice_record.dtype)
         if len(dtypes) > 1:
             wrong[f"has the dtypes {', '.join(sorted(dtypes))}"].append(item.name)
-    problems = [Problem(f"{count} cannot be divided among {layout.tp} tensor-parallel ranks") for count in blocked]
-    problems += [Problem(f"{name} {what}", mend=_MEND) for what, names in wrong.items() for name in fold_names(names)]
+    problems = [Problem(f"{name} {what}", mend=_MEND) for what, names in wrong.items() for name in fold_names(names)]
     if problems:
         raise Refused(f"{folder / MANIFEST} does not hold the model that it describes", problems)
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from converter.hf_folder import HFFolder
 from converter.tensors import StoredTensor
+from mappings.composition import Cutting, compose
 from mappings.config_values import shown
+from mappings.dialect_table import Dialect
 from mappings.errors import Problem, Refused, refuse
 from mappings.expand import Expansion, expand, restore_prefix
 from mappings.hf_config import read_model_config
@@ -25,7 +27,8 @@ FP8 = {"F8_E4M3", "F8_E5M2"}
 class SourceModel:
     """`tensors` by whole name (prefix restored); `dropped` and `duplicates` those that are there and not carried.
 
-    `names` maps each name in the files to the whole name. `notes` are facts that a person should see.
+    `names` maps each name in the files to the whole name. `notes` are facts that a person should see. The parameters of `expansion` have
+    the names of `dialect` (None: the canonical ones).
     """
 
     folder: HFFolder
@@ -37,6 +40,13 @@ class SourceModel:
     dropped: Mapping[str, Drop]
     duplicates: Mapping[str, str]
     notes: tuple[str, ...]
+    dialect: Dialect | None = None
+
+    def in_dialect(self, dialect: Dialect | None, cutting: Cutting) -> SourceModel:
+        """The same model, its parameters those of a dialect, cut so (None: the canonical ones). Raises Refused where that has no place."""
+        if dialect is None:
+            return self
+        return replace(self, expansion=compose(self.expansion, dialect, cutting, self.table.family), dialect=dialect)
 
 
 def find_table(config: Mapping[str, Any], where: str) -> FamilyTable:

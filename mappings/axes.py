@@ -8,6 +8,7 @@ A tensor's shape is written with the names of its logical axes, in numpy order, 
     hidden [q: heads head_dim | k: kv_heads head_dim | v: kv_heads head_dim]      three tensors side by side in one axis
     (kv_heads [q: group head_dim | k: head_dim | v: head_dim]) hidden             the same, interleaved by KV group (Megatron)
     (heads half_dim pair) hidden                          rotary elements stored interleaved (canonical: pair before half_dim)
+    (ffn [gate: 1 | up: 1]) hidden                        rows that alternate: 1 stands for a part of a single element
 
 An *atom* is a single name. Its size comes from `ModelConfig.axis_sizes`. Two layouts that name the same atoms pair element by element;
 that pairing is the whole of a conversion rule. `REFINEMENTS` says which atoms are made of smaller ones, so that `heads` on one side may
@@ -23,7 +24,10 @@ from dataclasses import dataclass
 
 REFINEMENTS: dict[str, tuple[str, ...]] = {"heads": ("kv_heads", "group"), "head_dim": ("pair", "half_dim")}
 
-_TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*|[()\[\]|:])")
+Refinements = Mapping[str, tuple[str, ...]]
+ONE = "1"
+
+_TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*|1(?![A-Za-z0-9_])|[()\[\]|:])")
 MAX_DEPTH = 8
 MAX_LENGTH = 1000
 
@@ -59,7 +63,7 @@ class Parts:
     parts: tuple[tuple[str, tuple[Item, ...]], ...]
 
     def __str__(self) -> str:
-        return "[" + " | ".join(" ".join([f"{label}:", *map(str, items)]) for label, items in self.parts) + "]"
+        return "[" + " | ".join(" ".join([f"{label}:", *(map(str, items) if items else [ONE])]) for label, items in self.parts) + "]"
 
 
 Item = Atom | Composite | Parts
@@ -126,9 +130,9 @@ class Axes:
             axes.append(tuple(places))
         return View(offset, tuple(axes))
 
-    def refined(self, atoms: set[str]) -> Axes:
-        """This layout with each atom that `atoms` lacks replaced by what it is made of (REFINEMENTS)."""
-        return Axes(tuple(_refine(item, atoms) for item in self.items))
+    def refined(self, atoms: set[str], refinements: Refinements = REFINEMENTS) -> Axes:
+        """This layout with each atom that `atoms` lacks replaced by what it is made of."""
+        return Axes(tuple(_refine(item, atoms, refinements) for item in self.items))
 
 
 def parse_axes(text: str) -> Axes:
@@ -181,6 +185,8 @@ class _Parser:
                 items.append(self.parts(depth + 1))
             elif token == ":":
                 raise AxesError(f"{self.text!r}: ':' belongs after a label inside [ ]")
+            elif token == ONE:
+                raise AxesError(f"{self.text!r}: 1 stands alone in a part, as in [gate: 1 | up: 1]")
             else:
                 items.append(Atom(token))
         return items
@@ -198,12 +204,18 @@ class _Parser:
             if not label.isidentifier():
                 raise AxesError(f"{self.text!r}: a part starts with a label, as in [q: ... | k: ...]")
             self.expect(":")
-            parts.append((label, self.some(depth, f"the part {label!r}")))
+            parts.append((label, self.part(depth, label)))
             if self.peek() != "|":
                 break
             self.take()
         self.expect("]")
         return Parts(tuple(parts))
+
+    def part(self, depth: int, label: str) -> tuple[Item, ...]:
+        if self.peek() != ONE:
+            return self.some(depth, f"the part {label!r}")
+        self.take()
+        return ()
 
     def expect(self, token: str) -> None:
         found = self.take()
@@ -286,11 +298,11 @@ def _place_sequence(items: tuple[Item, ...], stride: int, label: str, sizes: Map
     return offset
 
 
-def _refine(item: Item, atoms: set[str]) -> Item:
+def _refine(item: Item, atoms: set[str], refinements: Refinements) -> Item:
     if isinstance(item, Atom):
-        if item.name in atoms or item.name not in REFINEMENTS:
+        if item.name in atoms or item.name not in refinements:
             return item
-        return Composite(tuple(_refine(Atom(name), atoms) for name in REFINEMENTS[item.name]))
+        return Composite(tuple(_refine(Atom(name), atoms, refinements) for name in refinements[item.name]))
     if isinstance(item, Composite):
-        return Composite(tuple(_refine(inner, atoms) for inner in item.items))
-    return Parts(tuple((label, tuple(_refine(inner, atoms) for inner in items)) for label, items in item.parts))
+        return Composite(tuple(_refine(inner, atoms, refinements) for inner in item.items))
+    return Parts(tuple((label, tuple(_refine(inner, atoms, refinements) for inner in items)) for label, items in item.parts))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from mappings.axes import REFINEMENTS, Axes, View
+from mappings.axes import REFINEMENTS, Axes, Refinements, View
 from mappings.config_values import shown
 from mappings.errors import Problem, Refused
 from mappings.names import fill, number_free, placeholders
@@ -26,13 +26,17 @@ MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """One part of one HF tensor equals one parameter (or, with `expert`, one slice of a stacked parameter), element by element."""
+    """One part of one HF tensor equals one parameter, element by element.
+
+    With `expert` it equals one slice of a stacked parameter, with `ms_label` one part of a parameter that is several side by side.
+    """
 
     hf: str
     ms: str
     rule: Rule
     label: str
     expert: int | None
+    ms_label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Expansion:
     """All names of one model on both sides.
 
     `hf_shapes` are the HF tensors that must be there; `drops` and `duplicates` (name -> name that it repeats) those that may be.
+    The parameters are the canonical ones, or those of another dialect that they were composed with (mappings/composition.py).
     """
 
     table: FamilyTable
@@ -59,6 +64,7 @@ class Expansion:
     parameters: dict[str, ParameterOfModel] = field(default_factory=dict)
     drops: dict[str, Drop] = field(default_factory=dict)
     duplicates: dict[str, str] = field(default_factory=dict)
+    refinements: Refinements = field(default_factory=lambda: REFINEMENTS)
     boxes: dict[Any, Any] = field(default_factory=dict)  # worked out and kept by converter/copies.py
     _views: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], tuple[View, View]] = field(default_factory=dict)
 
@@ -69,8 +75,11 @@ class Expansion:
         """
         key = (id(pairing.rule), pairing.label, hf_strides, ms_strides)
         if key not in self._views:
-            hf_axes, ms_axes = refined_axes(self.table, pairing.rule, pairing.label)
-            self._views[key] = (hf_axes.view(pairing.label, self.sizes, hf_strides), ms_axes.view("", self.sizes, ms_strides))
+            ms_axes = self.parameters[pairing.ms].parameter.axes.refined(set(pairing.rule.hf_axes.atoms(pairing.label)), self.refinements)
+            hf_axes = pairing.rule.hf_axes.refined(set(ms_axes.atoms(pairing.ms_label)), self.refinements)
+            self._views[key] = (
+                hf_axes.view(pairing.label, self.sizes, hf_strides), ms_axes.view(pairing.ms_label, self.sizes, ms_strides)
+            )  # fmt: skip
         return self._views[key]
 
     @property
@@ -79,14 +88,6 @@ class Expansion:
         yield from self.hf_shapes
         yield from self.duplicates
         yield from self.drops
-
-
-def refined_axes(table: FamilyTable, rule: Rule, label: str) -> tuple[Axes, Axes]:
-    """Both sides' layouts in common atoms."""
-    ms_axes = table.parameters[dict(rule.ms)[label]].axes
-    ms_axes = ms_axes.refined(set(rule.hf_axes.atoms(label)))
-    hf_axes = rule.hf_axes.refined(set(ms_axes.atoms()))
-    return hf_axes, ms_axes
 
 
 def expand(table: FamilyTable, config: ModelConfig, hf_config: Mapping[str, Any], present: Collection[str]) -> Expansion:

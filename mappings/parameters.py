@@ -50,13 +50,20 @@ class Parameter:
         """The index of the tensor axis that is cut, or None."""
         if self.cut == REPLICATED:
             return None
-        return next(index for index, item in enumerate(self.axes.items) if _outermost(item) == self.cut)
+        return next(index for index, item in enumerate(self.axes.items) if outermost(item) == self.cut)
 
 
-def _outermost(item: Item) -> str:
+def outermost(item: Item) -> str:
+    """The atom that varies slowest in an item; "" where parts lie side by side."""
     while isinstance(item, Composite):
         item = item.items[0]
     return item.name if isinstance(item, Atom) else ""
+
+
+def name_mistake(name: str) -> str:
+    """What a parameter's name pattern must be, where this is none; "" for one."""
+    good = _NAME.fullmatch(name) and len(name) <= MAX_NAME_LENGTH
+    return "" if good else "use letters, digits and _, {layer} and {expert}, with dots between"
 
 
 def parse_parameter(data: Mapping[str, Any], where: str) -> tuple[Parameter | None, list[Problem]]:
@@ -81,9 +88,8 @@ def parse_parameter(data: Mapping[str, Any], where: str) -> tuple[Parameter | No
 
 def _problems_of(parameter: Parameter, where: str) -> list[Problem]:
     problems = []
-    if not _NAME.fullmatch(parameter.name) or len(parameter.name) > MAX_NAME_LENGTH:
-        what = f"{parameter.name[:80]!r} is no parameter's name"
-        problems.append(Problem(what, where, "use letters, digits and _, {layer} and {expert}, with dots between"))
+    if mend := name_mistake(parameter.name):
+        problems.append(Problem(f"{parameter.name[:80]!r} is no parameter's name", where, mend))
     if parameter.stage not in ("first", "last", "layer"):
         problems.append(Problem(f"stage {parameter.stage!r} is unknown", where, 'use "first", "last" or "layer"'))
     if parameter.role not in ("", "embedding", "head"):
@@ -99,8 +105,8 @@ def _problems_of(parameter: Parameter, where: str) -> list[Problem]:
         problems.append(
             Problem("a canonical parameter is a single tensor: [ ] is for the HF side of a rule", where, "name each part as a parameter")
         )
-    elif parameter.cut != REPLICATED and parameter.cut not in (_outermost(item) for item in parameter.axes.items):
-        mend = f"use one of {', '.join(_outermost(item) for item in parameter.axes.items)}, or {REPLICATED!r}"
+    elif parameter.cut != REPLICATED and parameter.cut not in (outermost(item) for item in parameter.axes.items):
+        mend = f"use one of {', '.join(outermost(item) for item in parameter.axes.items)}, or {REPLICATED!r}"
         problems.append(
             Problem(f"cut {parameter.cut!r} is not the outermost axis of any dimension of {str(parameter.axes)!r}", where, mend)
         )

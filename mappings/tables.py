@@ -12,38 +12,26 @@ A table has
 
 from __future__ import annotations
 
-import os
-import stat
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from mappings.axes import REFINEMENTS, Axes, AxesError, parse_axes
+from mappings.axes import Axes
 from mappings.config_values import shown
 from mappings.errors import Problem, Refused
 from mappings.hf_config import ConfigSection, parse_config_section
-from mappings.names import MAX_NAME_LENGTH, PLACEHOLDERS, fill, placeholders
+from mappings.names import PLACEHOLDERS, fill, placeholders
 from mappings.parameters import Parameter, catalogue, parse_parameter
 from mappings.rules import PLACEHOLDER_ATOM, Drop, Duplicate, Rule, contradictions
+from mappings.table_reader import KNOWN_ATOMS, TableReader, parse_toml, read_text
 from model.config import ModelConfig
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-MAX_TABLE_BYTES = 1 << 20
-MAX_ENTRIES = 1000
-MAX_DOTS = 200  # of a line: TOML readers take a time that grows with the square of a dotted key's parts
 CHECKS = ("inv_freq", "arange", "causal_mask", "masked_bias", "none")
 TABLE_KEYS = {"family", "description", "architectures", "prefix", "config", "axes", "parameter", "rule", "drop", "duplicate"}
 RULE_KEYS = {"hf", "hf_axes", "ms", "when", "from_layer", "to_layer"}
 CONDITIONS = {field.name for field in fields(ModelConfig) if field.type == "bool"}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,21 +78,7 @@ class FamilyTable:
 
 def load_table(path: Path) -> FamilyTable:
     """Read a user's table, which must be a regular file. Raises Refused with every mistake."""
-    try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError("not a regular file")
-            text = file.read(MAX_TABLE_BYTES + 1).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(
-            "the rule table cannot be read", [Problem(str(error), str(path), "give a TOML rule table with --rules FILE")]
-        ) from error
-    return parse_table(text, str(path))
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """A FIFO would wait for somebody who writes to it."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    return parse_table(read_text(path, "the rule table", "give a TOML rule table with --rules FILE"), str(path))
 
 
 def bundled_families() -> tuple[str, ...]:
@@ -142,28 +116,17 @@ def _bundled_text(family: str) -> str:
 
 def parse_table(text: str, where: str) -> FamilyTable:
     """Validate the text of a table. Raises Refused with every mistake: file, rule, mend."""
-    if len(text) > MAX_TABLE_BYTES:
-        raise Refused("not a rule table", [Problem("larger than 1 MiB", where, "give a TOML rule table")])
-    if any(line.count(".") > MAX_DOTS for line in text.split("\n")):
-        raise Refused("not a rule table", [Problem(f"a line with more than {MAX_DOTS} dots", where, "write it as several lines")])
-    try:
-        data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Refused("the rule table is not valid TOML", [Problem(str(error)[:300], where, "mend the TOML")]) from error
-    return _TableReader(data, text, where).read()
+    return _TableReader(parse_toml(text, where, "rule table"), text, where).read()
 
 
-class _TableReader:
+class _TableReader(TableReader):
     """Collects the problems of one table while reading it."""
 
     def __init__(self, data: dict[str, Any], text: str, where: str) -> None:
-        self.data, self.text, self.where = data, text, where
-        self.problems: list[Problem] = []
+        super().__init__(data, where)
+        self.text = text
         self.parameters: dict[str, Parameter] = dict(catalogue())
         self.own_axes: dict[str, int | str] = {}
-
-    def wrong(self, what: str, mend: str, place: str = "") -> None:
-        self.problems.append(Problem(what, f"{self.where}, {place}" if place else self.where, mend))
 
     def read(self) -> FamilyTable:
         for key in sorted(set(self.data) - TABLE_KEYS):
@@ -186,24 +149,6 @@ class _TableReader:
             family, self.string("description"), architectures, self.string("prefix"), config, tuple(self.own_axes.items()),
             tuple(rules), tuple(drops), tuple(duplicates), self.parameters, self.text, self.where,
         )  # fmt: skip
-
-    def string(self, key: str, required: bool = False) -> str:
-        value = self.data.get(key, "")
-        if not isinstance(value, str) or (required and not value):
-            self.wrong(f"{key!r} is missing or not a text", f'write {key} = "..."')
-            return ""
-        return value
-
-    def strings(self, value: Any, key: str, place: str, mend: str) -> tuple[str, ...]:
-        values = [value] if isinstance(value, str) else value
-        if (
-            not isinstance(values, list)
-            or not values
-            or not all(isinstance(item, str) and 0 < len(item) <= MAX_NAME_LENGTH for item in values)
-        ):
-            self.wrong(f"{key!r} is missing or not a name", mend, place)
-            return ()
-        return tuple(values)
 
     def config_section(self, architectures: tuple[str, ...]) -> ConfigSection | None:
         section = self.data.get("config")
@@ -234,22 +179,6 @@ class _TableReader:
             else:
                 self.own_axes[name] = size
 
-    def each(self, key: str, read: Callable[[dict[str, Any], str], T | None]) -> list[T]:
-        entries = self.data.get(key, [])
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            self.wrong(f"{key!r} is not a list of tables", f"write [[{key}]] before each")
-            return []
-        if len(entries) > MAX_ENTRIES:
-            self.wrong(f"{len(entries)} entries [[{key}]]: at most {MAX_ENTRIES} are read", "use {layer} and {expert} in names")
-            return []
-        found = []
-        for index, entry in enumerate(entries, start=1):
-            name = entry.get("hf") or entry.get("name") or "?"
-            item = read(entry, f"{key} {index} ({str(name)[:100]})")
-            if item is not None:
-                found.append(item)
-        return found
-
     def parameter(self, entry: dict[str, Any], place: str) -> Parameter | None:
         parameter, problems = parse_parameter(entry, f"{self.where}, {place}")
         self.problems += problems
@@ -257,18 +186,9 @@ class _TableReader:
             return None
         if parameter.name in self.parameters:
             self.wrong("this parameter is in the catalogue already", "take another name, or leave the entry out", place)
-        self.check_atoms(parameter.axes, place)
+        self.check_atoms(parameter.axes, KNOWN_ATOMS | set(self.own_axes), place)
         self.parameters[parameter.name] = parameter
         return parameter
-
-    def check_atoms(self, axes: Axes, place: str) -> None:
-        known = KNOWN_ATOMS | set(self.own_axes)
-        for name in sorted(axes.all_atoms() - known):
-            self.wrong(f"unknown axis {name!r} in {str(axes)!r}", f"known: {', '.join(sorted(known))}; give others a size in [axes]", place)
-
-    def check_keys(self, entry: dict[str, Any], known: set[str], place: str) -> None:
-        for key in sorted(set(entry) - known):
-            self.wrong(f"unknown key {key!r}", f"known: {', '.join(sorted(known))}", place)
 
     def hf_names(self, value: Any, key: str, place: str) -> tuple[str, ...]:
         names = self.strings(value, key, place, f'write {key} = "model.layers.{{layer}}.mlp.up_proj.weight"')
@@ -292,7 +212,7 @@ class _TableReader:
         before = len(self.problems)
         self.check_keys(entry, RULE_KEYS, place)
         names = self.hf_names(entry.get("hf"), "hf", place)
-        targets = self.targets(entry.get("ms"), place)
+        targets = self.targets(entry.get("ms"), self.parameters, place)
         when = self.conditions(entry.get("when", []), place)
         layers = self.layer_range(entry, any("layer" in placeholders(name) for name in names), place)
         if len(self.problems) > before:
@@ -303,24 +223,6 @@ class _TableReader:
         self.check_placeholders(names[0], targets, place)
         self.check_pairing(axes, names[0], targets, place)
         return Rule(names, axes, tuple(targets.items()), when, *layers)
-
-    def targets(self, value: Any, place: str) -> dict[str, str]:
-        targets = {"": value} if isinstance(value, str) else value
-        if not isinstance(targets, dict) or not targets or not all(isinstance(name, str) for name in targets.values()):
-            self.wrong(
-                "'ms' is missing or not a name",
-                'write ms = "final_norm.gamma", or ms = { q = "...", k = "..." } with one name per label',
-                place,
-            )
-            return {}
-        for name in targets.values():
-            if name not in self.parameters:
-                self.wrong(
-                    f"{name!r} is no canonical parameter",
-                    "see mappings/parameters.toml for the names, or declare it in a [[parameter]] of this table",
-                    place,
-                )
-        return targets
 
     def conditions(self, value: Any, place: str) -> tuple[str, ...]:
         names = [value] if isinstance(value, str) else value
@@ -358,14 +260,7 @@ class _TableReader:
                 place,
             )
             return None
-        try:
-            axes = parse_axes(text)
-        except AxesError as error:
-            self.wrong(str(error), 'for example hf_axes = "hidden (heads head_dim)"', place)
-            return None
-        before = len(self.problems)
-        self.check_atoms(axes, place)
-        return axes if len(self.problems) == before else None
+        return self.axes(text, KNOWN_ATOMS | set(self.own_axes), place, 'for example hf_axes = "hidden (heads head_dim)"')
 
     def check_placeholders(self, hf: str, targets: dict[str, str], place: str) -> None:
         for ms in targets.values():
@@ -405,11 +300,6 @@ class _TableReader:
         if set(placeholders(name)) != set(placeholders(of)):
             self.wrong("hf and of have different placeholders", f"let {name!r} and {of!r} have the same", place)
         return Duplicate(name, of)
-
-
-KNOWN_ATOMS = {atom for parameter in catalogue().values() for atom in parameter.axes.all_atoms()} | {
-    name for parts in REFINEMENTS.values() for name in parts
-}
 
 
 def _fixed_atoms(hf: str, ms: str) -> set[str]:

@@ -21,7 +21,7 @@ from converter.compare import TensorDifference, WeightComparison, bytes_to_compa
 from converter.derived import check_not_carried
 from converter.display import size
 from converter.hf_folder import HFFolder, read_hf_folder
-from converter.layout import ParallelLayout
+from converter.layout import ParallelLayout, cutting_of
 from converter.manifest import MANIFEST
 from converter.plan_report import fate_facts
 from converter.rank_tree import RankTree, read_rank_tree
@@ -104,6 +104,8 @@ def open_sides(model: Path, target: Path, rules: str | None = None) -> Sides:
     tree = _read_target(target)
     table, note = _table(folder, tree, rules)
     source = understand(folder, table, None if tree is None else tree.manifest.model.tied)
+    if tree is not None:
+        source = source.in_dialect(tree.dialect, cutting_of(tree.layout))
     notes = list(source.notes) + ([note] if note else [])
     if tree is not None and tree.table.text != source.table.text:
         notes.append(f"the rank tree was made with another rule table ({tree.table.where}) than it is verified with ({source.table.where})")

@@ -41,6 +41,12 @@ def read_model_source(settings: ModelSettings) -> ModelSource:
     path = Path(settings.path)
     if (path / MANIFEST).is_file():
         manifest = read_manifest(path)
+        if manifest.target is not None:
+            raise refuse(
+                f"a rank tree in the names of {manifest.target.dialect}, which the bundled model does not have",
+                f"model.path: {path}",
+                "ms-convert translate PATH --target ms-convert -o SLICES",
+            )
         return ModelSource(path, manifest.model, manifest=manifest)
     if not (path / "config.json").is_file():
         raise refuse(

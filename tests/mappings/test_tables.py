@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from mappings.errors import Problem, Refused
 from mappings.expand import expand
-from mappings.tables import MAX_DOTS, MAX_ENTRIES, MAX_TABLE_BYTES, bundled_families, bundled_table, load_table, parse_table
+from mappings.table_reader import MAX_DOTS, MAX_ENTRIES, MAX_TABLE_BYTES
+from mappings.tables import bundled_families, bundled_table, load_table, parse_table
 from tests.converter.planned import config_of, config_part, rule, table_of
 from tests.mappings.sections import FAMILIES, table
 
