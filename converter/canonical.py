@@ -75,7 +75,7 @@ def _slice_copies(tree: RankTree, item: ParameterOfModel) -> Iterator[StridedCop
         rank = tree.layout.rank(stage, 0, tensor_rank)
         stored = tree.slices[rank].get(item.name)
         if stored is None or stored.shape != piece.shape(item.shape):
-            where = tree.manifest.files[rank].path
+            where = tree.path_of(rank, item.name)
             raise Refused("a slice does not fit", [Problem(f"{item.name} is missing or misshapen", where, "run hf2ms again")])
         count = item.shape if piece.axis is None else (*item.shape[: piece.axis], piece.stop - piece.start, *item.shape[piece.axis + 1 :])
         start = 0 if piece.axis is None else piece.start * whole[piece.axis]

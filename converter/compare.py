@@ -29,6 +29,8 @@ from converter.stored_bytes import NUMPY_TYPES, blocks
 from converter.tensors import StoredTensor
 
 Slices = Mapping[int, Mapping[str, StoredTensor]]
+PathOf = Callable[[int, str], str]
+"""Which file holds a rank's slice of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,12 @@ def compare_weights(
     source: SourceModel, tree: RankTree, workers: int = 2, on_progress: Callable[[int], None] | None = None
 ) -> WeightComparison:
     """Compare a rank tree with the folder. Raises Refused for a file that cannot be read."""
-    paths = {file.rank: file.path for file in tree.manifest.files}
-    return _compare(source, tree.layout, tree.slices, paths, tree.manifest.dtype, workers, on_progress)
+    return _compare(source, tree.layout, tree.slices, tree.path_of, tree.manifest.dtype, workers, on_progress)
 
 
 def compare_file(source: SourceModel, path: Path, workers: int = 2, on_progress: Callable[[int], None] | None = None) -> WeightComparison:
     """Compare a single .ckpt or .safetensors file of whole parameters with the folder."""
-    return _compare(source, whole_layout(source), {0: stored_parameters(path)}, {0: path.name}, "keep", workers, on_progress)
+    return _compare(source, whole_layout(source), {0: stored_parameters(path)}, lambda rank, name: path.name, "keep", workers, on_progress)
 
 
 def bytes_to_compare(source: SourceModel, layout: ParallelLayout, dtype: str = "keep") -> int:
@@ -126,16 +127,16 @@ def _compare(
     source: SourceModel,
     layout: ParallelLayout,
     slices: Slices,
-    paths: Mapping[int, str],
+    path_of: PathOf,
     dtype: str,
     workers: int,
     on_progress: Callable[[int], None] | None,
 ) -> WeightComparison:
     planned = plan_rank_tree(source, layout, file_format="safetensors", dtype=dtype)
     expected = {rank: _targets_of(planned.files_of_rank[rank], planned.links, planned.plan.files) for rank in planned.files_of_rank}
-    comparison = WeightComparison(_fates(source), _holdings(source, slices, paths))
-    comparison.differences += _misfits(expected, slices, paths)
-    work = _work(expected, slices, paths)
+    comparison = WeightComparison(_fates(source), _holdings(source, slices, path_of))
+    comparison.differences += _misfits(expected, slices, path_of)
+    work = _work(expected, slices, path_of)
     sources = SourceFiles()
     try:
         with ThreadPoolExecutor(workers) as pool:
@@ -169,32 +170,32 @@ def _fates(source: SourceModel) -> tuple[Fate, ...]:
     return tuple(fates)
 
 
-def _holdings(source: SourceModel, slices: Slices, paths: Mapping[int, str]) -> tuple[Holding, ...]:
+def _holdings(source: SourceModel, slices: Slices, path_of: PathOf) -> tuple[Holding, ...]:
     origins: dict[str, dict[str, None]] = defaultdict(dict)
     for pairing in source.expansion.pairings:
         origins[pairing.ms][pairing.hf] = None
     files: dict[str, list[str]] = defaultdict(list)
     for rank, tensors in slices.items():
         for name in tensors:
-            files[name].append(paths[rank])
+            files[name].append(path_of(rank, name))
     return tuple(Holding(name, tuple(origins[name]), tuple(files[name])) for name in source.expansion.parameters)
 
 
-def _misfits(expected: Mapping[int, Mapping[str, TargetTensor]], slices: Slices, paths: Mapping[int, str]) -> list[TensorDifference]:
+def _misfits(expected: Mapping[int, Mapping[str, TargetTensor]], slices: Slices, path_of: PathOf) -> list[TensorDifference]:
     """Slices that are missing, unexpected, or of another dtype or shape."""
     found = []
     for rank, targets in expected.items():
         held = slices.get(rank, {})
-        found += [TensorDifference(name, paths[rank], "missing", targets[name].shape) for name in targets if name not in held]
-        found += [TensorDifference(name, paths[rank], "unexpected", held[name].shape) for name in held if name not in targets]
+        found += [TensorDifference(name, path_of(rank, name), "missing", targets[name].shape) for name in targets if name not in held]
+        found += [TensorDifference(name, path_of(rank, name), "unexpected", held[name].shape) for name in held if name not in targets]
         for name in targets:
             if name in held and (held[name].dtype, held[name].shape) != (targets[name].dtype, targets[name].shape):
                 what = f"{held[name].dtype} {list(held[name].shape)} instead of {targets[name].dtype} {list(targets[name].shape)}"
-                found.append(TensorDifference(name, paths[rank], what, held[name].shape))
+                found.append(TensorDifference(name, path_of(rank, name), what, held[name].shape))
     return found
 
 
-def _work(expected: Mapping[int, Mapping[str, TargetTensor]], slices: Slices, paths: Mapping[int, str]) -> list[_Work]:
+def _work(expected: Mapping[int, Mapping[str, TargetTensor]], slices: Slices, path_of: PathOf) -> list[_Work]:
     """Comparable slices by parameter; hard links are compared once."""
     groups: dict[str, dict[int, tuple[TargetTensor, dict[tuple[int, int], tuple[str, StoredTensor]]]]] = defaultdict(dict)
     inodes = {rank: _inode(tensors) for rank, tensors in slices.items()}
@@ -204,7 +205,7 @@ def _work(expected: Mapping[int, Mapping[str, TargetTensor]], slices: Slices, pa
             if stored is None or (stored.dtype, stored.shape) != (target.dtype, target.shape):
                 continue
             _, holders = groups[name].setdefault(id(target), (target, {}))
-            holders.setdefault(inodes[rank], (paths[rank], stored))
+            holders.setdefault(inodes[rank], (path_of(rank, name), stored))
     return [
         _Work(tuple(target for target, _ in group.values()), tuple(tuple(holders.values()) for _, holders in group.values()))
         for group in groups.values()

@@ -32,7 +32,12 @@ MAX_ELEMENTS = 1 << 50
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 100_000
 MAX_PROBLEMS = 40
-_RANK_FILE = re.compile(r"rank_[0-9]{1,7}/checkpoint_[0-9]{1,7}\.(safetensors|ckpt)")
+RANK, UNIFIED, MINDFORMERS2 = "rank", "unified", "mindformers2"
+_WEIGHT_FILES = {
+    RANK: re.compile(r"rank_[0-9]{1,7}/checkpoint_[0-9]{1,7}\.(safetensors|ckpt)"),
+    UNIFIED: re.compile(r"part[0-9]{1,6}\.safetensors"),
+    MINDFORMERS2: re.compile(r"iteration_[0-9]{8}/model-[0-9]{7}-[0-9]{7}\.safetensors"),
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,11 @@ class RankFileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole manifest. `run` is the identity of the conversion, repeated in the header of each safetensors file."""
+    """The whole manifest. `run` is the identity of the conversion, repeated in the header of each safetensors file.
+
+    `disk` says how the files lie (converter/disk_layouts.py). Unified files hold whole parameters, all of rank 0, whatever the layout is
+    that `strategy` records: the one of the strategy files beside them.
+    """
 
     layout_version: int
     tool_version: str
@@ -109,6 +118,8 @@ class Manifest:
     source: SourceRecord
     files: tuple[RankFileRecord, ...]
     target: TargetRecord | None = None
+    disk: Literal["rank", "unified", "mindformers2"] = "rank"
+    strategy: LayoutRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +240,7 @@ def _mistakes(manifest: Manifest) -> Iterator[str]:
         yield "the model's sizes are out of range"
     elif len(layout.layers_per_stage) != layout.pp or min(layout.layers_per_stage) < 1 or sum(layout.layers_per_stage) != model.layers:
         yield "layers_per_stage does not split the model's layers"
-    elif [file.rank for file in manifest.files] != list(range(layout.layout().ranks)):
+    elif not _has_every_rank(manifest):
         yield "the files are not one for each rank, in order"
     else:
         yield from _mistakes_of_ranks(manifest)
@@ -238,7 +249,24 @@ def _mistakes(manifest: Manifest) -> Iterator[str]:
         yield "the vocabulary sizes do not fit"
     if layout.padded_vocab != model.padded_vocab:
         yield "model and layout have different padded vocabularies"
+    if manifest.strategy is not None:
+        yield from _mistakes_of_strategy(manifest.strategy, manifest)
     yield from _mistakes_of_source(manifest.source)
+
+
+def _mistakes_of_strategy(strategy: LayoutRecord, manifest: Manifest) -> Iterator[str]:
+    ranks = (strategy.tp, strategy.pp, strategy.dp)
+    if manifest.disk != UNIFIED or min(ranks) < 1 or strategy.tp * strategy.pp * strategy.dp > MAX_RANKS:
+        yield "the strategy files are for no layout"
+    elif len(strategy.layers_per_stage) != strategy.pp or sum(strategy.layers_per_stage) != manifest.model.layers:
+        yield "the strategy files do not split the model's layers"
+
+
+def _has_every_rank(manifest: Manifest) -> bool:
+    ranks = [file.rank for file in manifest.files]
+    if manifest.disk == UNIFIED:
+        return bool(ranks) and manifest.layout.layout().ranks == 1 and set(ranks) == {0}
+    return ranks == list(range(manifest.layout.layout().ranks))
 
 
 def _mistakes_of_ranks(manifest: Manifest) -> Iterator[str]:
@@ -248,11 +276,14 @@ def _mistakes_of_ranks(manifest: Manifest) -> Iterator[str]:
     ]
     for path in _repeated(file.path for file in manifest.files):
         yield f"{quoted(path)} is named for two ranks"
+    if manifest.disk == UNIFIED:
+        for name in _repeated(tensor.name for file in manifest.files for tensor in file.tensors):
+            yield f"{quoted(name)} is in two files"
     for file in manifest.files:
         place = layout.coordinates(file.rank)
         if (file.stage, file.data, file.tensor, file.layers) != (place.stage, place.data, place.tensor, layers[place.stage]):
             yield f"{quoted(file.path)}: wrong coordinates for rank {file.rank}"
-        if not _RANK_FILE.fullmatch(file.path) or not file.path.endswith(manifest.format):
+        if not _WEIGHT_FILES[manifest.disk].fullmatch(file.path) or not file.path.endswith(manifest.format):
             yield f"{quoted(file.path)} is no rank file's path"
         for name in _repeated(tensor.name for tensor in file.tensors):
             yield f"{quoted(file.path)} lists {quoted(name)} twice"

@@ -133,7 +133,7 @@ def check_slices(tree: RankTree, plan: Plan, workers: int) -> None:
     for replicas in replicas_of(tree):
         sums = {recorded[rank, replicas.name] for rank, _ in replicas.tensors}
         if len(sums) > 1:
-            files = ", ".join(tree.manifest.files[rank].path for rank, _ in replicas.tensors)
+            files = ", ".join(tree.path_of(rank, replicas.name) for rank, _ in replicas.tensors)
             problems.append(
                 Problem(
                     f"{replicas.name} differs between its replicas",

@@ -1,17 +1,17 @@
-"""Reading a rank tree: the manifest, and the headers of the rank files, which must be what the manifest says."""
+"""Reading an output of hf2ms: the manifest, and the headers of the weight files, which must be what the manifest says."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from converter.ckpt_format import read_ckpt
 from converter.hf_folder import check_inside
 from converter.layout import ParallelLayout, blockers, cut_axes, cutting_of, slice_of
-from converter.manifest import MANIFEST, Manifest, RankFileRecord, read_manifest
+from converter.manifest import MANIFEST, Manifest, RankFileRecord, TensorRecord, read_manifest
 from converter.safetensors_format import read_header
 from converter.tensors import StoredTensor
 from converter.untrusted import quoted
@@ -44,6 +44,13 @@ class RankTree:
     canonical: Expansion
     dialect: Dialect | None
 
+    def path_of(self, rank: int, name: str) -> str:
+        """The file that holds a rank's slice of a parameter, relative to the folder; the rank's first file where it has none."""
+        stored = self.slices.get(rank, {}).get(name)
+        if stored is not None:
+            return stored.path.relative_to(self.path).as_posix()
+        return next(file.path for file in self.manifest.files if file.rank == rank)
+
 
 def read_rank_tree(folder: Path) -> RankTree:
     """Read manifest and headers. Raises Refused, naming every file and slice that is missing, foreign or not as recorded."""
@@ -54,15 +61,17 @@ def read_rank_tree(folder: Path) -> RankTree:
     dialect = manifest.target.read(str(folder / MANIFEST)) if manifest.target is not None else None
     canonical = expand(table, manifest.model, manifest.source.config, set(names.values()))
     layout = manifest.layout.layout()
-    _check_divides(folder, canonical, layout, dialect)
-    expansion = compose(canonical, dialect, cutting_of(layout), manifest.family)
+    cut_for = manifest.strategy.layout() if manifest.strategy is not None else layout
+    _check_divides(folder, canonical, cut_for, dialect)
+    expansion = compose(canonical, dialect, cutting_of(cut_for), manifest.family)
     _check_recorded_slices(folder, manifest, expansion)
     problems: list[Problem] = []
-    slices = {}
+    slices: dict[int, dict[str, StoredTensor]] = defaultdict(dict)
+    paths = {record.path for record in manifest.files}
     for record in manifest.files:
-        found, wrong = _read_rank_file(folder, record, manifest)
+        found, wrong = _read_rank_file(folder, record, manifest, paths)
         problems += wrong
-        slices[record.rank] = found
+        slices[record.rank] |= found
     if problems:
         raise Refused("the rank files do not agree with the manifest", problems)
     return RankTree(folder, manifest, layout, table, expansion, names, slices, canonical, dialect)
@@ -78,7 +87,9 @@ def _check_divides(folder: Path, expansion: Expansion, layout: ParallelLayout, d
 def _check_recorded_slices(folder: Path, manifest: Manifest, expansion: Expansion) -> None:
     """Raises Refused unless every rank is recorded with the slices that the layout gives it, of one dtype for each parameter."""
     layout = manifest.layout.layout()
-    recorded = [{tensor.name: tensor for tensor in file.tensors} for file in manifest.files]
+    recorded: dict[int, dict[str, TensorRecord]] = defaultdict(dict)
+    for file in manifest.files:
+        recorded[file.rank] |= {tensor.name: tensor for tensor in file.tensors}
     wrong: dict[str, list[str]] = defaultdict(list)
     for item in expansion.parameters.values():
         stages = layout.stages_of(item.parameter, item.layer, manifest.model.tied)
@@ -99,7 +110,9 @@ def _check_recorded_slices(folder: Path, manifest: Manifest, expansion: Expansio
         raise Refused(f"{folder / MANIFEST} does not hold the model that it describes", problems)
 
 
-def _read_rank_file(folder: Path, record: RankFileRecord, manifest: Manifest) -> tuple[dict[str, StoredTensor], list[Problem]]:
+def _read_rank_file(
+    folder: Path, record: RankFileRecord, manifest: Manifest, recorded: Collection[str]
+) -> tuple[dict[str, StoredTensor], list[Problem]]:
     path = folder / record.path
     if not path.is_file():
         return {}, [Problem("missing", record.path, _MEND)]
@@ -109,10 +122,11 @@ def _read_rank_file(folder: Path, record: RankFileRecord, manifest: Manifest) ->
     tensors, metadata = read_header(path) if manifest.format == "safetensors" else (read_ckpt(path), {})
     if manifest.format == "safetensors" and metadata.get("ms_convert_run") != manifest.run:
         return {}, [Problem("a file from another run", record.path, _MEND)]
-    others = sorted(other.name for other in path.parent.iterdir() if other.suffix in CHECKPOINT_SUFFIXES and other.name != path.name)
+    beside = [other for other in path.parent.iterdir() if other.suffix in CHECKPOINT_SUFFIXES]
+    others = sorted(other.name for other in beside if other.relative_to(folder).as_posix() not in recorded)
     if others:
-        what = f"{', '.join(others[:5])} lies beside it: MindSpore's tools would read only one of them"
-        return {}, [Problem(what, record.path, "leave one checkpoint in each rank's folder")]
+        what = f"{', '.join(others[:5])} lies beside it: MindSpore's tools would read one for the other"
+        return {}, [Problem(what, record.path, "leave no other checkpoint in its folder")]
     if not _is_of_rank(metadata.get("rank"), record, manifest):
         return {}, [Problem(f"the file of rank {quoted(metadata['rank'])} stands in the place of rank {record.rank}", record.path, _MEND)]
     found = {tensor.name: tensor for tensor in tensors}
