@@ -30,6 +30,9 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     lines = []
     if facts.get("family"):
         lines.append(("family", facts["family"]))
+    target = facts.get("target")
+    if target and target["version"]:
+        lines.append(("names", f"{target['dialect']}, layout version {target['version']}"))
     if facts.get("architectures"):
         lines.append(("class", ", ".join(map(str, facts["architectures"]))))
     if facts.get("model"):

@@ -12,6 +12,7 @@ from converter.folder_lock import PROGRESS_FOLDER
 from converter.hf_folder import read_hf_folder
 from converter.manifest import MANIFEST
 from converter.output_folder import RUN_RECORD, finished_files, recorded_run
+from converter.plan_report import target_facts
 from converter.rank_tree import read_rank_tree
 from converter.recognise import KINDS, recognise
 from converter.safetensors_format import read_header
@@ -68,7 +69,7 @@ def _inspect_rank_tree(path: Path) -> dict[str, Any]:
     manifest = tree.manifest
     facts = {
         "path": str(path), "kind": "rank tree of MindSpore slices", "form": manifest.format,
-        "family": manifest.family, "dtype": manifest.dtype,
+        "family": manifest.family, "target": target_facts(tree.dialect, manifest.family), "dtype": manifest.dtype,
         "layout": tree.layout.to_json(), "tool_version": manifest.tool_version, "source": manifest.source.name,
         "files": [
             {
