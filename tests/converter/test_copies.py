@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converter.copies import boxes_of_range
 from converter.layout import blockers, cut_axes, make_layout
+from converter.regions import ranges_of_axis
+from converter.tensors import contiguous_strides
+from mappings.axes import AtomPlace
 from mappings.errors import Refused
 from model.config import ModelConfig
 from tests.converter.planned import (
@@ -253,10 +255,31 @@ def test_a_range_of_a_composite_axis_is_the_union_of_its_boxes(sizes: list[int],
     start = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(start + 1, total))
     indices = np.arange(total).reshape(sizes)
-    boxes = boxes_of_range(tuple(sizes), start, stop)
+    places = [AtomPlace("", size, stride) for size, stride in zip(sizes, contiguous_strides(tuple(sizes)), strict=True)]
+    boxes = ranges_of_axis(places, 0, start, stop)
     found = [indices[tuple(slice(first, first + length) for first, length in box)].reshape(-1) for box in boxes]
     assert np.array_equal(np.concatenate(found), np.arange(start, stop))
     assert len(boxes) <= 2 * len(sizes) - 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=3), st.data())
+def test_a_range_of_an_axis_with_gaps_is_the_union_of_its_boxes(atoms: list[tuple[int, int]], data: st.DataObject) -> None:
+    """As one part of a fused tensor lies in its axis: something else comes before it, after it, and between."""
+    offset, stride = data.draw(st.integers(0, 3)), 1
+    places: list[AtomPlace] = []
+    for size, gap in reversed(atoms):
+        places.insert(0, AtomPlace("", size, stride))
+        stride = stride * size + gap
+    numbers = np.full(offset + stride + 3, -1)
+    indices = np.arange(math.prod(size for size, _ in atoms)).reshape([size for size, _ in atoms])
+    for index, number in np.ndenumerate(indices):
+        numbers[offset + sum(i * place.stride for i, place in zip(index, places, strict=True))] = number
+    start = data.draw(st.integers(0, len(numbers) - 1))
+    stop = data.draw(st.integers(start, len(numbers)))
+    boxes = ranges_of_axis(places, offset, start, stop)
+    found = [indices[tuple(slice(first, first + length) for first, length in box)].reshape(-1) for box in boxes]
+    inside = numbers[start:stop]
+    assert np.array_equal(np.concatenate([*found, np.zeros(0, int)]), inside[inside >= 0])
 
 
 @pytest.mark.parametrize(("head_dim", "heads"), [(3, 2), (5, 1)])
