@@ -11,7 +11,7 @@ import click
 
 from converter import __version__
 from converter.command_line import run_command_line
-from converter.command_options import Command, LayerCounts, RankList, folder_argument
+from converter.command_options import ByteSize, Command, LayerCounts, RankList, folder_argument
 
 EXAMPLES = """
 \b
@@ -55,12 +55,14 @@ Examples:
   ms-convert hf2ms ./Llama-3.1-8B -o ./slices --tp 8 --format ckpt --dtype bf16
   ms-convert hf2ms ./Qwen3-8B -o ./slices --tp 4 --target mindformers
   ms-convert hf2ms ./Llama-3.1-8B -o ./slices --tp 4 --target mindformers-legacy@1.3-fused
+  ms-convert hf2ms ./Llama-3.1-8B -o ./unified --tp 2 --pp 2 --layout unified
+  ms-convert hf2ms ./Qwen3-8B -o ./checkpoint --tp 4 --target mindformers --layout mindformers2
   ms-convert hf2ms ./Qwen3-32B -o /shared/slices --tp 8 --pp 4 --ranks 0-15     (host 1)
   ms-convert hf2ms ./Qwen3-32B -o /shared/slices --tp 8 --pp 4 --ranks 16-31    (host 2)
 """,
 )
 @folder_argument("model")
-@click.option("-o", "--output", type=click.Path(), help="Folder for the rank tree. Needed unless --dry-run.")
+@click.option("-o", "--output", type=click.Path(), help="Folder for the files. Needed unless --dry-run.")
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
 @click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages.")
 @click.option("--dp", type=click.IntRange(1), default=1, show_default=True, help="Data-parallel ranks; their files are hard links.")
@@ -89,6 +91,18 @@ Examples:
     help="Whose names and layouts the files have: ms-convert, mindformers (2.x), mindformers-legacy (1.x). `ms-convert dialects` lists "
     "the layout versions.",
 )
+@click.option(
+    "--layout",
+    "disk",
+    type=click.Choice(["rank", "unified", "mindformers2"]),
+    default="rank",
+    show_default=True,
+    help="How the files lie: a folder for each rank; whole parameters in part files, with the strategy files of --tp and --pp, for "
+    "load_distributed_checkpoint; or what the trainer of MindFormers 2.x loads and resumes from.",
+)
+@click.option(
+    "--max-file-size", "max_file_bytes", type=ByteSize(), help="Of a part of --layout unified, as in 500MB or 2GiB. Default: 3GiB."
+)
 @click.option("--rules", "rules_file", type=click.Path(exists=True, dir_okay=False), help="A rule table of your own (TOML).")
 @click.option("--tie-embeddings/--no-tie-embeddings", "tied", default=None, help="Overrule config.json where it contradicts the file.")
 @click.option("--durable", is_flag=True, help="Wait until each file is on the disk (fsync) before it gets its name.")
@@ -99,7 +113,7 @@ Examples:
 def hf2ms(
     model: str, output: str | None, dry_run: bool, as_json: bool, rules_file: str | None, file_format: str, **choices: Any
 ) -> None:  # fmt: skip
-    """Convert a Hugging Face folder MODEL to MindSpore slices, one folder per rank."""
+    """Convert a Hugging Face folder MODEL to MindSpore checkpoints, by default slices with one folder per rank."""
     from converter.run import run_hf2ms
 
     if output is None and not dry_run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import click
 
@@ -50,6 +50,23 @@ class LayerCounts(click.ParamType[Any]):
         if not all(_is_number(piece) for piece in pieces):
             self.fail(f"{value!r} is not a list of layer counts such as 10,10,12", param, ctx)
         return tuple(int(piece) for piece in pieces)
+
+
+class ByteSize(click.ParamType[Any]):
+    """`500MB` or `2GiB` as a number of bytes."""
+
+    name = "size"
+    units: ClassVar[dict[str, int]] = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip()
+        number = text.rstrip("BGIKMbgikm ")
+        unit = self.units.get(text[len(number) :].strip().upper() or "B")
+        if not _is_number(number) or unit is None or not int(number):
+            self.fail(f"{value!r} is not a size such as 500MB or 2GiB", param, ctx)
+        return int(number) * unit
 
 
 def _is_number(text: str) -> bool:

@@ -95,7 +95,8 @@ def show_plan(facts: dict[str, Any]) -> None:
     source = facts["source"]
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in source["dtypes"].items())
     out.print(f"  source   {source['files']} file(s), {source['tensors']} tensors ({dtypes}), {size(source['bytes'])}")
-    out.print(f"  layout   {layout_text(layout)}, {facts['format']}, dtype {facts['dtype']}")
+    disk = "" if facts["disk"] == "rank" else f"{facts['disk']}, for "
+    out.print(f"  layout   {disk}{layout_text(layout)}, {facts['format']}, dtype {facts['dtype']}")
     _show_target(out, facts["target"])
     out.print(_rank_table(facts["ranks"]))
     for entry in facts["dropped"]:

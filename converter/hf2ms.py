@@ -14,13 +14,16 @@ import xxhash
 
 from converter import __version__
 from converter.derived import check_not_carried
+from converter.disk_layouts import companion_files, companion_paths, weight_path
 from converter.execute import execute
 from converter.hf_folder import HFFolder, SideFile, read_hf_folder
 from converter.layout import ParallelLayout, cutting_of, make_layout
 from converter.manifest import (
     LAYOUT_VERSION,
     MANIFEST,
+    RANK,
     SIDE_FOLDER,
+    UNIFIED,
     LayoutRecord,
     Manifest,
     RankFileRecord,
@@ -36,14 +39,14 @@ from converter.manifest import (
     write_whole,
 )
 from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
-from converter.output_folder import RANK_TREE, FileRecord, OutputFolder, Run, missing_space, remove_records
+from converter.output_folder import CONVERSIONS, FileRecord, OutputFolder, Run, missing_space, remove_records
 from converter.partial_files import SUFFIX, check_place, open_new, sync_files
 from converter.plan import Plan
 from converter.plan_hf2ms import RankTreePlan, plan_rank_tree
+from converter.plan_unified import MAX_FILE_BYTES, plan_unified
 from converter.resume import check_recorded, unfinished_files
 from converter.side_files import changed_side_files, copy_side_files
 from converter.source_model import SourceModel, understand
-from converter.strategies import strategy_files, strategy_path
 from converter.strided import refuse_holes
 from converter.tensors import StoredTensor
 from converter.untrusted import quoted
@@ -64,6 +67,8 @@ class RankTreeOptions:
     layers_per_stage: tuple[int, ...] | None = None
     vocab_multiple: int | None = None
     target: str = CANONICAL
+    disk: str = RANK
+    max_file_bytes: int | None = None
     file_format: str = "safetensors"
     dtype: str = "keep"
     ranks: tuple[int, ...] | None = None
@@ -79,13 +84,17 @@ class RankTreeOptions:
         return {
             "--tp": str(self.tp), "--pp": str(self.pp), "--dp": str(self.dp), "--layers-per-stage": stages, "--format": self.file_format,
             "--vocab-multiple": str(self.vocab_multiple or "default"), "--dtype": self.dtype, "tied": str(self.tied),
-            "--allow-overflow": str(self.allow_overflow), "--target": self.target,
+            "--allow-overflow": str(self.allow_overflow), "--target": self.target, "--layout": self.disk,
+            "--max-file-size": str(self.max_file_bytes or "default"),
         }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned hf2ms: `whole` is the plan of all ranks, `mine` that of the ranks asked for."""
+    """A planned hf2ms: `whole` is the plan of all ranks, `mine` that of the ranks asked for. `layout` is that of the ranks.
+
+    Where the files hold whole parameters, `whole.layout` is another: that of one rank.
+    """
 
     source: SourceModel
     layout: ParallelLayout
@@ -94,9 +103,14 @@ class Conversion:
     run: Run
     options: RankTreeOptions
 
+    def rank_of(self, number: int) -> int:
+        """The rank of a planned file: its number, but that all parts of a unified folder are of the one rank that holds everything."""
+        return 0 if self.options.disk == UNIFIED else number
+
 
 def plan_conversion(model: Path, options: RankTreeOptions, table: FamilyTable | None = None) -> Conversion:
     """Plan hf2ms from headers alone. Raises Refused with everything that stands in the way."""
+    _check_disk(options)
     dialect = target_named(options.target)
     folder = read_hf_folder(model)
     _check_names(folder)
@@ -107,17 +121,38 @@ def plan_conversion(model: Path, options: RankTreeOptions, table: FamilyTable | 
     )  # fmt: skip
     source = source.in_dialect(dialect, cutting_of(layout))
     run = _identity(source, layout, options)
-    whole = plan_rank_tree(source, layout, file_format=options.file_format, dtype=options.dtype, run=run.identity)
-    mine = whole
-    if options.ranks is not None:
-        mine = plan_rank_tree(source, layout, file_format=options.file_format, dtype=options.dtype, ranks=options.ranks, run=run.identity)
-    return Conversion(source, layout, whole, mine, replace(run, paths=tuple(_paths(source, whole))), options)
+    whole = _plan(source, layout, options, run.identity, None)
+    mine = whole if options.ranks is None else _plan(source, layout, options, run.identity, options.ranks)
+    run = replace(run, paths=tuple(_paths(source, layout, options, whole)))
+    return Conversion(source, layout, whole, mine, run, options)
 
 
-def _paths(source: SourceModel, whole: RankTreePlan) -> Iterable[str]:
-    """Every file of the rank tree."""
-    for rank, path in whole.files_of_rank.items():
-        yield from (path, strategy_path(rank))
+def _check_disk(options: RankTreeOptions) -> None:
+    """Raises Refused for options that another disk layout has."""
+    problems = []
+    if options.disk != RANK and options.file_format != "safetensors":
+        problems.append(Problem(f"--layout {options.disk} is of safetensors files", mend="leave --format out, or say --layout rank"))
+    if options.disk == UNIFIED and options.ranks is not None:
+        problems.append(Problem("unified files are of no rank: --ranks has no meaning", mend="leave --ranks out"))
+    if options.disk != UNIFIED and options.max_file_bytes is not None:
+        problems.append(Problem("each rank has one file: --max-file-size has no meaning", mend="leave it out, or say --layout unified"))
+    if problems:
+        raise Refused("options that do not go together", problems)
+
+
+def _plan(source: SourceModel, layout: ParallelLayout, options: RankTreeOptions, run: str, ranks: Collection[int] | None) -> RankTreePlan:
+    if options.disk == UNIFIED:
+        return plan_unified(source, layout, max_file_bytes=options.max_file_bytes or MAX_FILE_BYTES, dtype=options.dtype, run=run)
+    return plan_rank_tree(
+        source, layout, file_format=options.file_format, dtype=options.dtype, ranks=ranks, run=run,
+        path_of=lambda rank: weight_path(options.disk, rank, layout.ranks, options.file_format),
+    )  # fmt: skip
+
+
+def _paths(source: SourceModel, layout: ParallelLayout, options: RankTreeOptions, whole: RankTreePlan) -> Iterable[str]:
+    """Every file of the output."""
+    yield from whole.files_of_rank.values()
+    yield from companion_paths(options.disk, layout)
     yield from (f"{SIDE_FOLDER}/{side.name}" for side in side_files_of(source.folder))
     yield MANIFEST
 
@@ -171,7 +206,9 @@ def convert(conversion: Conversion, output: Path, on_progress: OnProgress | None
     if options.overwrite:  # before anything is replaced
         missing_space(output, conversion.mine.plan.nbytes + side_bytes, conversion.run.paths)
     outcome = Outcome(output)
-    with OutputFolder(output, RANK_TREE, conversion.run, overwrite=options.overwrite, lock_places=conversion.mine.files_of_rank) as folder:
+    with OutputFolder(
+        output, CONVERSIONS[options.disk], conversion.run, overwrite=options.overwrite, lock_places=conversion.mine.files_of_rank
+    ) as folder:
         remaining = unfinished_files(conversion.mine.plan.files, folder, options.workers)
         outcome.notes += folder.notes
         plan = Plan(remaining)
@@ -248,7 +285,7 @@ def link_file(original: Path, place: Path) -> None:
 
 
 def _finish(conversion: Conversion, folder: OutputFolder, outcome: Outcome, written: Collection[str]) -> None:
-    """Side files, strategy files and the manifest, once every rank of the layout is there and, bytes and all, as it was written."""
+    """Side files, companions and the manifest, once every rank of the layout is there and, bytes and all, as it was written."""
     options, mine = conversion.options, set(conversion.mine.files_of_rank.values())
     with folder.ending() as records:
         if records is None:
@@ -261,7 +298,7 @@ def _finish(conversion: Conversion, folder: OutputFolder, outcome: Outcome, writ
         unseen = [path for path in conversion.whole.files_of_rank.values() if path not in mine]
         check_recorded(unseen, options.file_format, folder, options.workers)
         side_files = copy_side_files(side_files_of(conversion.source.folder), folder.path / SIDE_FOLDER)
-        for path, content in strategy_files(conversion.source, conversion.layout).items():
+        for path, content in companion_files(options.disk, conversion.source, conversion.layout, conversion.whole).items():
             place = folder.path / path
             check_place(place, folder.path)
             place.parent.mkdir(exist_ok=True)
@@ -279,12 +316,12 @@ def side_files_of(folder: HFFolder) -> list[SideFile]:
 
 
 def _manifest(conversion: Conversion, records: Mapping[str, FileRecord], side_files: tuple[SideFileRecord, ...]) -> Manifest:
-    source, layout = conversion.source, conversion.layout
+    source, options, layout = conversion.source, conversion.options, conversion.whole.layout
     return Manifest(
         LAYOUT_VERSION, __version__, conversion.run.identity, source.table.family, source.table.text, source.table.where,
-        replace(source.config, padded_vocab=layout.padded_vocab), LayoutRecord.of(layout), conversion.options.file_format,  # type: ignore[arg-type]
-        conversion.options.dtype, source_record(source, side_files), tuple(_rank_records(conversion, records)),  # type: ignore[arg-type]
-        TargetRecord.of(source.dialect),
+        replace(source.config, padded_vocab=layout.padded_vocab), LayoutRecord.of(layout), options.file_format,  # type: ignore[arg-type]
+        options.dtype, source_record(source, side_files), tuple(_rank_records(conversion, records)),  # type: ignore[arg-type]
+        TargetRecord.of(source.dialect), options.disk, LayoutRecord.of(conversion.layout) if options.disk == UNIFIED else None,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -309,9 +346,9 @@ def _rank_records(conversion: Conversion, records: Mapping[str, FileRecord]) -> 
     planned = {file.path: file for file in conversion.whole.plan.files} | {
         path: next(file for file in conversion.whole.plan.files if file.path == target) for path, target in conversion.whole.links
     }
-    ends = [sum(conversion.layout.layers_per_stage[: stage + 1]) for stage in range(conversion.layout.pp)]
-    for rank, path in conversion.whole.files_of_rank.items():
-        place, record = conversion.layout.coordinates(rank), records[path]
-        layers = tuple(range(ends[place.stage] - conversion.layout.layers_per_stage[place.stage], ends[place.stage]))
+    layout = conversion.whole.layout
+    for number, path in conversion.whole.files_of_rank.items():
+        place, record = layout.coordinates(conversion.rank_of(number)), records[path]
         tensors = tuple(TensorRecord(item.name, item.dtype, item.shape, record.checksums[item.name]) for item in planned[path].tensors)
-        yield RankFileRecord(path, rank, place.stage, place.data, place.tensor, layers, record.size, tensors)
+        layers = tuple(layout.layers_of(place.stage))
+        yield RankFileRecord(path, place.rank, place.stage, place.data, place.tensor, layers, record.size, tensors)

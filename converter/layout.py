@@ -61,6 +61,11 @@ class ParallelLayout:
                 return stage
         raise IndexError(layer)
 
+    def layers_of(self, stage: int) -> range:
+        """The layers of a stage, by their numbers in the whole model."""
+        first = sum(self.layers_per_stage[:stage])
+        return range(first, first + self.layers_per_stage[stage])
+
     def stages_of(self, parameter: Parameter, layer: int | None, tied: bool) -> tuple[int, ...]:
         """The stages that hold a parameter: one, or first and last for the embedding of a tied model."""
         if parameter.stage == "layer":

@@ -20,11 +20,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from converter.disk_layouts import paths_of
 from converter.folder_contents import in_the_way, leading_out, listed, others, remove_empty_folders, remove_files
 from converter.folder_lock import PROGRESS_FOLDER, FolderLock, check_progress_folder
-from converter.manifest import MANIFEST, SIDE_FOLDER, is_plain_relative, read_manifest, write_atomically
+from converter.manifest import MANIFEST, MINDFORMERS2, RANK, SIDE_FOLDER, UNIFIED, is_plain_relative, read_manifest, write_atomically
+from converter.mindformers2_folder import TRACKER
 from converter.records import RecordError, decode, encode
-from converter.strategies import strategy_path
 from mappings.errors import Problem, Refused, refuse
 
 RUN_RECORD = "run.json"
@@ -50,21 +51,27 @@ class FolderKind:
     place: re.Pattern[str] | None = None
 
 
-def _files_of_tree(folder: Path) -> Iterable[str]:
-    """Every file that the manifest of a rank tree vouches for; none where it cannot be read."""
+def _files_of_conversion(folder: Path) -> Iterable[str]:
+    """Every file that the manifest of a finished conversion vouches for; none where it cannot be read."""
     try:
         manifest = read_manifest(folder)
     except Refused:
         return
-    yield MANIFEST
-    for file in manifest.files:
-        yield from (file.path, strategy_path(file.rank))
+    yield from (MANIFEST, *paths_of(manifest))
     yield from (f"{SIDE_FOLDER}/{side.name}" for side in manifest.source.side_files)
 
 
-RANK_TREE = FolderKind(
-    MANIFEST, None, catalogue=_files_of_tree, reserved=re.compile(rf"rank_\d+|strategy|{SIDE_FOLDER}"), place=re.compile(r"rank_(\d+)/.*")
-)
+def _conversion(reserved: str, place: str | None) -> FolderKind:
+    number = re.compile(place) if place is not None else None
+    return FolderKind(MANIFEST, None, catalogue=_files_of_conversion, reserved=re.compile(f"{reserved}|{SIDE_FOLDER}"), place=number)
+
+
+CONVERSIONS = {
+    RANK: _conversion(r"rank_\d+|strategy", r"rank_(\d+)/.*"),
+    UNIFIED: _conversion(r".*\.safetensors|param_name_map\.json|strategy|merged_strategy", None),
+    MINDFORMERS2: _conversion(rf"iteration_\d+|{re.escape(TRACKER)}", r"iteration_\d+/model-(\d+)-.*"),
+}
+RANK_TREE = CONVERSIONS[RANK]
 HF_FOLDER = FolderKind("config.json", re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|config\.json"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from converter.copies import PairedBox, paired_boxes
@@ -24,7 +24,7 @@ RANK_FORMATS = ("safetensors", "ckpt")
 class RankTreePlan:
     """The plan of a rank tree. `links` are (rank file, file that it is a hard link to): data-parallel copies.
 
-    `files_of_rank` gives each planned rank's file, written or linked.
+    `files_of_rank` gives each planned rank's file, written or linked; of a unified folder, which has one rank, each part's.
     """
 
     plan: Plan
@@ -46,19 +46,22 @@ def plan_rank_tree(
     dtype: str = "keep",
     ranks: Collection[int] | None = None,
     run: str = "",
+    path_of: Callable[[int], str] | None = None,
 ) -> RankTreePlan:
     """Plan the files of `ranks` (all when None). `run` is the identity of this conversion, put in each safetensors header.
+
+    `path_of` names a rank's file; `rank_file` by default.
 
     Raises Refused when parts of one parameter differ in dtype, or a rank is not in the layout.
     """
     wanted = sorted(range(layout.ranks) if ranks is None else set(ranks))
     _check_ranks(wanted, layout)
-    slices = _SlicePlanner(source, layout, DTYPE_OPTIONS[dtype])
+    slices = SlicePlanner(source, layout, DTYPE_OPTIONS[dtype])
     written: dict[tuple[int, int], str] = {}
     files, links, files_of_rank = [], [], {}
     for rank in wanted:
         place = layout.coordinates(rank)
-        path = rank_file(rank, file_format)
+        path = path_of(rank) if path_of is not None else rank_file(rank, file_format)
         files_of_rank[rank] = path
         if (place.stage, place.tensor) in written:
             links.append((path, written[place.stage, place.tensor]))
@@ -80,7 +83,7 @@ def _check_ranks(wanted: list[int], layout: ParallelLayout) -> None:
         raise Refused("--ranks does not fit the layout", [Problem(f"no rank {', '.join(map(str, outside[:10])) or 'named'}", mend=mend)])
 
 
-class _SlicePlanner:
+class SlicePlanner:
     """Plans each rank's slice of each parameter, sharing what ranks have in common."""
 
     def __init__(self, source: SourceModel, layout: ParallelLayout, dtype: str | None) -> None:

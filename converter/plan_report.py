@@ -28,6 +28,7 @@ def conversion_facts(conversion: Conversion) -> dict[str, Any]:
         "table": source.table.where,
         "target": target_facts(source.dialect, source.table.family),
         "layout": layout.to_json(),
+        "disk": conversion.options.disk,
         "format": conversion.options.file_format,
         "dtype": conversion.options.dtype,
         "parameters": sum(tensor.elements for name, tensor in source.tensors.items() if name in source.expansion.hf_shapes),
@@ -38,7 +39,7 @@ def conversion_facts(conversion: Conversion) -> dict[str, Any]:
             "dtypes": dict(Counter(tensor.dtype for tensor in source.tensors.values())),
         },
         "ranks": _rank_facts(conversion),
-        **fate_facts(source, layout),
+        **fate_facts(source, conversion.whole.layout),
         "side_files": [side.name for side in folder.side_files],
         "left": [{"name": name, "why": why} for name, why in folder.left],
         "notes": [*source.notes, *vocabulary_notes(source), *dialect_notes(source.dialect, source.table.family)],
@@ -104,15 +105,15 @@ def _needs(plan: Plan, workers: int, side_bytes: int) -> dict[str, int]:
 def _rank_facts(conversion: Conversion) -> list[dict[str, Any]]:
     planned = {file.path: file for file in conversion.mine.plan.files}
     linked = dict(conversion.mine.links)
-    ends = [sum(conversion.layout.layers_per_stage[: stage + 1]) for stage in range(conversion.layout.pp)]
+    layout = conversion.whole.layout
     facts = []
-    for rank, path in conversion.mine.files_of_rank.items():
-        place, file = conversion.layout.coordinates(rank), planned[linked.get(path, path)]
-        first = ends[place.stage] - conversion.layout.layers_per_stage[place.stage]
+    for number, path in conversion.mine.files_of_rank.items():
+        place, file = layout.coordinates(conversion.rank_of(number)), planned[linked.get(path, path)]
+        layers = layout.layers_of(place.stage)
         facts.append(
             {
-                "rank": rank, "stage": place.stage, "data": place.data, "tensor": place.tensor,
-                "layers": [first, ends[place.stage] - 1], "file": path, "link_to": linked.get(path),
+                "rank": place.rank, "stage": place.stage, "data": place.data, "tensor": place.tensor,
+                "layers": [layers[0], layers[-1]], "file": path, "link_to": linked.get(path),
                 "tensors": len(file.tensors), "bytes": sum(tensor.nbytes for tensor in file.tensors),
             }
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from converter.layout import ParallelLayout, slice_of
-from converter.strategy_format import ParameterLayout, write_strategy
+from converter.strategy_format import ParameterLayout, write_merged, write_strategy
 from mappings.expand import Expansion
 from model.config import ModelConfig
 
@@ -29,6 +29,11 @@ def strategy_files(source: CutModel, layout: ParallelLayout) -> dict[str, bytes]
     """Path -> content, one file for each rank; ranks of a stage have equal ones."""
     by_stage = [write_strategy(stage_layouts(source, layout, stage), stage) for stage in range(layout.pp)]
     return {strategy_path(rank): by_stage[layout.coordinates(rank).stage] for rank in range(layout.ranks)}
+
+
+def merged_strategy(source: CutModel, layout: ParallelLayout) -> bytes:
+    """The strategies of all stages in one file, as `ms.load_distributed_checkpoint` takes them."""
+    return write_merged({stage: stage_layouts(source, layout, stage) for stage in range(layout.pp)})
 
 
 def stage_layouts(source: CutModel, layout: ParallelLayout, stage: int) -> list[ParameterLayout]:
