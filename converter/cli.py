@@ -128,10 +128,21 @@ def hf2ms(
 Examples:
   ms-convert ms2hf ./slices -o ./back
   ms-convert ms2hf ./slices -o ./back --dtype bf16
+  ms-convert ms2hf ./output -o ./back --from mindformers --config ./Qwen3-8B/config.json --strategy ./output/strategy
+  ms-convert ms2hf ./llama.ckpt -o ./back --from mindformers-legacy@1.3 --config ./Llama-3.1-8B
 """,
 )
 @folder_argument("slices")
 @click.option("-o", "--output", type=click.Path(), help="Folder for the Hugging Face model. Needed unless --dry-run.")
+@click.option(
+    "--from",
+    "from_dialect",
+    metavar="DIALECT[@VERSION]",
+    help="For a checkpoint that ms-convert did not write: whose names and layouts it has (`ms-convert dialects`).",
+)
+@click.option("--config", type=click.Path(), help="With --from: the model's config.json, or the folder with it and the tokenizer.")
+@click.option("--strategy", type=click.Path(), help="With --from, for ranks: the run's strategy files. Default: `strategy` beside them.")
+@click.option("--tp", type=click.IntRange(1), help="With --from, for whole tensors fused per rank: the tensor-parallel ranks of the run.")
 @click.option(
     "--dtype",
     type=click.Choice(["original", "bf16", "fp16", "fp32"]),
@@ -145,12 +156,23 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace weights, index, config and files of the same names in the output folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
-def ms2hf(slices: str, output: str | None, dry_run: bool, as_json: bool, **choices: Any) -> None:
-    """Give the Hugging Face folder back from SLICES, the output of hf2ms. No other flags are needed: the manifest knows."""
-    from converter.run import run_ms2hf
+def ms2hf(
+    slices: str, output: str | None, from_dialect: str | None, config: str | None, strategy: str | None, tp: int | None, dry_run: bool,
+    as_json: bool, **choices: Any,
+) -> None:  # fmt: skip
+    """Give the Hugging Face folder back from SLICES, the output of hf2ms. No other flags are needed: the manifest knows.
+
+    With --from, SLICES is a checkpoint of MindFormers: folders of ranks with their strategy files, a unified or 2.x folder, or a file.
+    """
+    from converter.run import run_foreign, run_ms2hf
 
     if output is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
+    if from_dialect is not None:
+        run_foreign(slices, output, from_dialect, config, strategy, tp, dry_run=dry_run, as_json=as_json, **choices)
+        return
+    if (config, strategy, tp) != (None, None, None):
+        raise click.UsageError("--config, --strategy and --tp go with --from.")
     run_ms2hf(slices, output, dry_run=dry_run, as_json=as_json, **choices)
 
 

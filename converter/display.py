@@ -145,6 +145,24 @@ def _rank_table(ranks: list[dict[str, Any]]) -> Table:
     return table
 
 
+def show_foreign(facts: dict[str, Any]) -> None:
+    """The plan of ms2hf from a checkpoint without a manifest as a person reads it."""
+    out = console()
+    out.print(
+        f"[bold]{printable(facts['checkpoint'])}[/]  {facts['kind']}, {printable(facts['family'])}, {facts['checkpoint_files']} file(s)"
+    )
+    _show_target(out, facts["target"])
+    for file in facts["files"]:
+        out.print(f"  {printable(file['path'])}: {file['tensors']} tensors, {size(file['bytes'])}")
+    for entry in facts["ignored"]:
+        names = ", ".join(entry["names"][:8]) + (", ..." if len(entry["names"]) > 8 else "")
+        out.print(f"  left out      {entry['count']} of {printable(entry['why'])}: {printable(names)}")
+    for note in facts["notes"]:
+        out.print(f"  [yellow]note[/]          {printable(note)}")
+    out.print(f"  side files    {', '.join(map(printable, facts['side_files'])) or 'none'}")
+    _show_needs(out, facts)
+
+
 def show_restoration(facts: dict[str, Any]) -> None:
     """The plan of ms2hf as a person reads it."""
     out = console()

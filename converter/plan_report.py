@@ -14,6 +14,7 @@ from mappings.dialect_table import CANONICAL, Dialect
 from mappings.names import fold_names
 
 if TYPE_CHECKING:  # one direction need not wait for the other's modules
+    from converter.foreign2hf import ForeignRestoration
     from converter.hf2ms import Conversion
     from converter.ms2hf import Restoration
 
@@ -74,6 +75,28 @@ def restoration_facts(restoration: Restoration) -> dict[str, Any]:
     }
 
 
+def foreign_facts(restoration: ForeignRestoration) -> dict[str, Any]:
+    """What ms2hf would do with a checkpoint that has no manifest."""
+    model, plan = restoration.model, restoration.plan
+    return {
+        "command": "ms2hf",
+        "checkpoint": str(restoration.source.folder),
+        "kind": model.checkpoint.kind,
+        "family": model.table.family,
+        "target": target_facts(model.dialect, model.table.family),
+        "checkpoint_files": len(model.checkpoint.files),
+        "fused_for": model.fused_for,
+        "files": [
+            {"path": file.path, "tensors": len(file.tensors), "bytes": sum(tensor.nbytes for tensor in file.tensors)} for file in plan.files
+        ],
+        "ignored": [{"why": why, "count": len(names), "names": fold_names(names)} for why, names in model.ignored.items()],
+        "side_files": [side.name for side in restoration.side_files],
+        "notes": [*model.notes, *dialect_notes(model.dialect, model.table.family), *_alike(model.dialect, model.table.family)],
+        "needs": _needs(plan, restoration.options.workers, sum(side.size for side in restoration.side_files)),
+        "bytes_by_dtype": dtype_bytes(plan),
+    }
+
+
 def target_facts(dialect: Dialect | None, family: str) -> dict[str, Any]:
     """Whose names and layouts the MindSpore files have. By analogy: the dialect's own code has no such network."""
     if dialect is None:
@@ -87,6 +110,14 @@ def dialect_notes(dialect: Dialect | None, family: str) -> list[str]:
         return []
     like = dialect.network(family).families[0]
     return [f"{dialect.table.dialect} has no {family} network of its own: names and layouts are by analogy with {like}"]
+
+
+def _alike(dialect: Dialect | None, family: str) -> list[str]:
+    """Files do not tell versions apart that have equal names: somebody who knows the run must."""
+    alike = dialect.alike(family) if dialect is not None else ()
+    if dialect is None or not alike:
+        return []
+    return [f"read as layout version {dialect.version}; {', '.join(alike)} would have the same names and shapes, and other contents"]
 
 
 def dtype_bytes(plan: Plan) -> dict[str, int]:

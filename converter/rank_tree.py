@@ -77,6 +77,17 @@ def read_rank_tree(folder: Path) -> RankTree:
     return RankTree(folder, manifest, layout, table, expansion, names, slices, canonical, dialect)
 
 
+def check_dialect(folder: Path, dialect: Dialect | None, *, versioned: bool) -> None:
+    """Raises Refused where the manifest says another dialect than the one that somebody names, or (`versioned`) another layout version."""
+    target = read_manifest(folder).target
+    names = ("ms-convert" if target is None else target.dialect, None if target is None else target.version)
+    wanted = ("ms-convert" if dialect is None else dialect.table.dialect, None if dialect is None else dialect.version)
+    if names[0] != wanted[0] or (versioned and names != wanted):
+        said = names[0] if names[1] is None else f"{names[0]}@{names[1]}"
+        problem = Problem(f"its manifest says {said}, not {dialect or wanted[0]}", str(folder), "leave --from out: the manifest knows")
+        raise Refused("another dialect or layout version", [problem])
+
+
 def _check_divides(folder: Path, expansion: Expansion, layout: ParallelLayout, dialect: Dialect | None) -> None:
     blocked = blockers(cut_axes(expansion), layout.tp, dialect is None or dialect.table.shares_kv_heads)
     if blocked:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from converter.display import console, duration, printable, progress, ranges, show_plan, show_restoration, size
+from converter.display import console, duration, printable, progress, ranges, show_foreign, show_plan, show_restoration, size
 from converter.outcome import Outcome
 from mappings.tables import load_table
 
@@ -45,6 +45,38 @@ def run_ms2hf(slices: str, output: str | None, *, dry_run: bool, as_json: bool, 
         show_restoration(facts)
     with progress("ms2hf", restoration.planned.plan.nbytes, quiet=as_json) as shown:
         outcome = restore(restoration, Path(output), shown.reach)
+    tell(outcome, shown.seconds, facts, as_json, next_step=f"AutoModel.from_pretrained({output!r})")
+
+
+def run_foreign(
+    slices: str, output: str | None, from_dialect: str, config: str | None, strategy: str | None, tp: int | None, *, dry_run: bool,
+    as_json: bool, **choices: Any,
+) -> None:  # fmt: skip
+    """Plan, and unless `dry_run` restore, a checkpoint without a manifest; one with its manifest must be of the dialect. Raises Refused."""
+    from converter.foreign2hf import ForeignSource, plan_foreign, restore_foreign
+    from converter.manifest import MANIFEST
+    from converter.ms2hf import HFOptions
+    from converter.plan_report import foreign_facts
+    from converter.rank_tree import check_dialect
+    from mappings.dialect_table import target_named
+
+    dialect = target_named(from_dialect)
+    if (Path(slices) / MANIFEST).is_file():
+        check_dialect(Path(slices), dialect, versioned="@" in from_dialect)
+        run_ms2hf(slices, output, dry_run=dry_run, as_json=as_json, **choices)
+        return
+    if config is None:
+        raise click.UsageError("--from needs --config: a checkpoint without a manifest does not say what its model is.")
+    source = ForeignSource(Path(slices), dialect, Path(config), Path(strategy) if strategy is not None else None, tp)
+    restoration = plan_foreign(source, HFOptions(**choices))
+    facts = foreign_facts(restoration)
+    if dry_run or output is None:
+        click.echo(json.dumps(facts, indent=2)) if as_json else show_foreign(facts)
+        return
+    if not as_json:
+        show_foreign(facts)
+    with progress("ms2hf", restoration.plan.nbytes, quiet=as_json) as shown:
+        outcome = restore_foreign(restoration, Path(output), shown.reach)
     tell(outcome, shown.seconds, facts, as_json, next_step=f"AutoModel.from_pretrained({output!r})")
 
 

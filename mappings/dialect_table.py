@@ -129,6 +129,17 @@ class Dialect:
     def tensors(self, family: str) -> tuple[DialectTensor, ...]:
         return tuple(tensor for tensor in self.network(family).tensors if self.version in tensor.versions)
 
+    def alike(self, family: str) -> tuple[str, ...]:
+        """The other versions whose tensors have the same names, but not all the same layout."""
+        mine = {tensor.name: tensor.axes for tensor in self.tensors(family)}
+        found = []
+        for version in self.table.versions:
+            other = Dialect(self.table, version)
+            theirs = {tensor.name: tensor.axes for tensor in other.tensors(family)} if family in other.families else {}
+            if theirs.keys() == mine.keys() and theirs != mine:
+                found.append(version)
+        return tuple(found)
+
 
 def bundled_dialects() -> tuple[str, ...]:
     """The names of the dialects that come with the package."""
