@@ -22,12 +22,18 @@ Examples:
   ms-convert verify ./Llama-3.1-8B ./slices --forward --report report.html
   ms-convert inspect ./slices
   ms-convert reformat ./checkpoint -o ./as-ckpt --format ckpt
+  ms-convert doctor --config train.toml
+  ms-convert rank-table check rank_table.json
 """
-LAZY_COMMANDS = {"verify": "model.verify_command:verify"}
+LAZY_COMMANDS = {
+    "doctor": "train.doctor_command:doctor",
+    "rank-table": "converter.rank_table.command:rank_table",
+    "verify": "model.verify_command:verify",
+}
 
 
 class LazyGroup(click.Group):
-    """A group that also has commands of rooms above this one, by import string; they are imported when they are asked for."""
+    """A group that also has commands by import string, most of them of rooms above this one; they are imported when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *LAZY_COMMANDS])

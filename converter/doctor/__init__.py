@@ -1,0 +1,1 @@
+"""What would stop a run on this machine, found before it starts."""

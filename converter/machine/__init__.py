@@ -1,0 +1,1 @@
+"""What stands on this machine, read without changing it and without importing MindSpore or PyTorch."""

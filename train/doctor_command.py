@@ -1,0 +1,38 @@
+"""`ms-convert doctor`: what would stop a run on this machine. It reads only, and imports neither MindSpore nor PyTorch."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from converter.command_options import Command
+
+
+@click.command(
+    cls=Command,
+    epilog="""
+\b
+Examples:
+  ms-convert doctor
+  ms-convert doctor --config train.toml
+  ms-convert doctor --rank-table rank_table.json --json
+""",
+)
+@click.option("--rank-table", "rank_table", type=click.Path(), help="Check this rank table, and hold it against this host.")
+@click.option("--config", type=click.Path(), help="A config of ms-train: hold its ranks, addresses, ports and folders against this host.")
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+def doctor(rank_table: str | None, config: str | None, as_json: bool) -> int:
+    """Say what on this machine would stop a conversion or a run: versions, variables, devices, ports, folders.
+
+    Each finding says what was seen, what is wanted, the error that it would cause and how to mend it. Nothing is changed.
+    Exit code 1 if there is an error; warnings do not fail.
+    """
+    from converter.doctor.display import show_examination
+    from converter.findings import exit_code
+    from converter.machine.system import System
+    from train.machine_check import examine_system
+
+    examination = examine_system(System(), rank_table, config)
+    click.echo(json.dumps(examination.facts(), indent=2)) if as_json else show_examination(examination)
+    return exit_code(examination.findings)
