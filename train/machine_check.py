@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from converter.doctor.examine import Examination, examine
@@ -10,25 +12,27 @@ from converter.doctor.run_facts import RunFacts
 from converter.machine.probe import probe
 from converter.machine.system import System
 from converter.rank_table.check import check_file
-from train.config import load_config
-from train.launch import PORT_OF_SEVERAL_HOSTS
+from train.config import LaunchSettings, load_config
+from train.launch import HCCL_SETTINGS, PORT_OF_SEVERAL_HOSTS
 
 WEIGHTS = ("*.safetensors", "*.ckpt", "*.bin")
 
 
-def examine_system(system: System, rank_table: str | None, config: str | None) -> Examination:
+def examine_system(system: System, rank_table: str | None, config: str | None, overrides: Sequence[str] = ()) -> Examination:
     """What is found on a system. Raises Refused for a table or a config that cannot be read."""
-    run = None if config is None else run_facts(Path(config), system)
+    run = None if config is None else run_facts(Path(config), system, overrides)
     folders = () if run is None else {*run.reads.values(), *run.writes.values(), run.checkpoint_folder}
     machine = probe(system, names=() if run is None else (run.master,), folders=folders)
+    if run is not None:
+        machine = replace(machine, environment={**machine.environment, **run.environment})
     if rank_table is None and (named := system.environment.get("RANK_TABLE_FILE")) in machine.existing_files:
         rank_table = str(system.place(named or ""))
     return examine(Case(machine, None if rank_table is None else check_file(Path(rank_table)), run))
 
 
-def run_facts(path: Path, system: System) -> RunFacts:
+def run_facts(path: Path, system: System, overrides: Sequence[str] = ()) -> RunFacts:
     """What the run of a config will ask of the machine. Raises Refused with all that the config gets wrong by itself."""
-    config = load_config(path)
+    config = load_config(path, overrides)
     launch, parallel = config.launch, config.parallel
     reads = {"model.path": config.model.path, "data.path": config.data.path, "data.validation_path": config.data.validation_path}
     return RunFacts(
@@ -45,8 +49,15 @@ def run_facts(path: Path, system: System) -> RunFacts:
         writes={"checkpoint.folder": config.checkpoint.folder, "watch.folder": config.watch.folder, "launch.log_folder": launch.log_folder},
         checkpoint_folder=config.checkpoint.folder,
         kept=config.checkpoint.keep,
+        environment=_hccl_variables(launch),
         weight_bytes=_weight_bytes(system.place(config.model.path)),
     )
+
+
+def _hccl_variables(launch: LaunchSettings) -> dict[str, str]:
+    """What `ms-train launch` gives the ranks."""
+    values = {name.upper(): getattr(launch, name) for name in HCCL_SETTINGS} if launch.device == "ascend" else {}
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _weight_bytes(folder: Path) -> int:

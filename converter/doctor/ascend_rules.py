@@ -196,7 +196,7 @@ def visible_devices(machine: Machine) -> tuple[int, ...] | None:
 )  # fmt: skip
 def _npu_network(case: Case) -> Iterator[Sight]:
     for device, health in case.machine.network_health.items():
-        if health.lower() != "success":
+        if health.lower() != "success" and not case.one_host:
             mend = f"hccn_tool -i {device} -link -g; hccn_tool -i {device} -ip -g; hccn_tool -i {device} -netdetect -g"
             yield Sight(f"device {device}: net health {quoted(health)}", "Success", mend)
 
@@ -207,7 +207,7 @@ def _npu_network(case: Case) -> Iterator[Sight]:
 )  # fmt: skip
 def _device_address(case: Case) -> Iterator[Sight]:
     missing = [device for device in case.machine.devices if device not in case.machine.device_addresses]
-    if missing:
+    if missing and not case.one_host:
         seen = f"no address for device {', '.join(map(str, missing))}"
         yield Sight(seen, "address_N in /etc/hccn.conf", f"hccn_tool -i {missing[0]} -ip -s address ADDRESS netmask MASK", "/etc/hccn.conf")
 

@@ -1,7 +1,7 @@
 """What vendors say of versions that go together, as data. Where MindSpore's installed package says it itself, the package is asked instead.
 
 Sources: CANN installation guides, dependency page instg_0045, of 8.0.0, 8.5.0 and 9.0.0; for the drivers, version tables of MindFormers
-1.2.0, 1.3.2 and 1.5.0.
+1.2.0, 1.3.2 and 1.5.0; for MindSpore and CANN, version_match.json of ascend-deployer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ CANN_NEEDS = (
 )
 DRIVERS = (("8.0.RC2", "24.1.RC2"), ("8.0.0", "24.1.0"), ("8.1.RC1", "25.0.RC1"))
 """A version of CANN and the driver that it was published with. Newer drivers serve older CANN, not the other way round."""
+MINDSPORE_CANN = (("2.6.0rc1", "8.1"), ("2.6.0", "8.2"), ("2.7.0rc1", "8.2"), ("2.7.1", "8.3"), ("2.7.2", "8.5"))
+"""A version of MindSpore and the release of CANN that it was published with, where its package does not say."""
+MINDFORMERS_MINDSPORE = (("1.2.0", "2.3.0"), ("1.3.2", "2.4.10"), ("1.5.0", "2.6.0rc1"))
+"""A version of MindFormers and the MindSpore that it was published with."""
 _VERSION = re.compile(r"\d+(?:\.\d+)*(?:\.?rc\d+)?", re.IGNORECASE)
 
 

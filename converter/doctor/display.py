@@ -12,6 +12,7 @@ from converter.findings import Finding, Severity, count
 from converter.machine.facts import Machine
 
 COLOURS: dict[Severity, str] = {"error": "bold red", "warning": "yellow"}
+MAX_SHOWN = 60
 SHOWN = ("mindspore", "numpy", "protobuf", "safetensors", "torch", "transformers")
 
 
@@ -50,12 +51,15 @@ def _show_machine(out: Console, machine: Machine) -> None:
 
 def show_findings(out: Console, findings: Iterable[Finding]) -> None:
     """Each with what was seen, what is wanted, the error that it causes, and the mend."""
-    for finding in findings:
+    found = list(findings)
+    for finding in found[:MAX_SHOWN]:
         where = f"[cyan]{printable(finding.where)}[/]: " if finding.where else ""
         out.print(f"\n[{COLOURS[finding.severity]}]{finding.severity}[/]  {where}{printable(finding.seen)}  [dim]{finding.rule}[/]")
         for label, text in (("wanted", finding.wanted), ("why", finding.why), ("mend", finding.mend)):
             if text:
                 out.print(f"  {label:<8}{printable(text)}")
+    if len(found) > MAX_SHOWN:
+        out.print(f"\nand {len(found) - MAX_SHOWN} more; --json has them all")
 
 
 def _show_activity(out: Console, activity: Activity) -> None:

@@ -168,6 +168,27 @@ def _buffers(case: Case) -> Iterator[Sight]:
 
 
 @RULES.rule(
+    "env-overflow-mode", "error", source="MindFormers precision guide", why="no error: overflows are judged by the device's own default"
+)
+def _overflow_mode(case: Case) -> Iterator[Sight]:
+    name = "MS_ASCEND_CHECK_OVERFLOW_MODE"
+    value = case.machine.environment.get(name)
+    if value is not None and value not in ("SATURATION_MODE", "INFNAN_MODE"):
+        yield Sight(f"{name}={quoted(value)}", "SATURATION_MODE or INFNAN_MODE", f"export {name}=INFNAN_MODE", name)
+
+
+@RULES.rule(
+    "blocking-launch", "warning", source="MindFormers precision guide: for comparisons only",
+    why="no error: every operator is waited for, and training is slow",
+)  # fmt: skip
+def _blocking(case: Case) -> Iterator[Sight]:
+    deterministic = case.machine.environment.get("HCCL_DETERMINISTIC", "false").lower() != "false"
+    if case.machine.environment.get("ASCEND_LAUNCH_BLOCKING") == "1" and case.machine.has_ascend and not deterministic:
+        seen, wanted = "ASCEND_LAUNCH_BLOCKING=1 without HCCL_DETERMINISTIC", "both to compare runs bit by bit, neither to train"
+        yield Sight(seen, wanted, "unset ASCEND_LAUNCH_BLOCKING   (or: export HCCL_DETERMINISTIC=true)", "ASCEND_LAUNCH_BLOCKING")
+
+
+@RULES.rule(
     "hccl-strict-saturation", "error", source="envref_07_0099: strict works in INF/NaN mode only",
     why="HCCL refuses the collective, or the order of additions is not kept",
 )  # fmt: skip

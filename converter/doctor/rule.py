@@ -19,6 +19,12 @@ class Case:
     table: CheckedTable | None = None
     run: RunFacts | None = None
 
+    @property
+    def one_host(self) -> bool:
+        """Whether it is known that the job stays on one host, where devices need no network."""
+        hosts = [self.run.nodes if self.run else 0, len(self.table.servers) if self.table else 0]
+        return max(hosts) == 1
+
 
 @dataclass(frozen=True)
 class Sight:

@@ -12,6 +12,7 @@ class RunFacts:
     """`port` is None if a free one will be taken. `groups` counts the communication groups that a rank is in.
 
     `reads` and `writes` map settings to folders; `kept` is the number of checkpoints that stay in `checkpoint_folder` (0: all).
+    `environment` holds the variables that the ranks are given besides those of the shell.
     `weight_bytes` is the size of the weights that the run starts from, 0 if it is not known.
     """
 
@@ -29,6 +30,7 @@ class RunFacts:
     checkpoint_folder: str
     kept: int
     weight_bytes: int
+    environment: Mapping[str, str]
 
     @property
     def local_ranks(self) -> int:

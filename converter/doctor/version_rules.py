@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from converter.doctor.cann_facts import needs_of
+from converter.doctor.cann_facts import MINDFORMERS_MINDSPORE, MINDSPORE_CANN, needs_of
 from converter.doctor.rule import Case, Rules, Sight
 from converter.machine.facts import MindSpore
 from converter.machine.packages import parsed
@@ -133,8 +133,24 @@ def _cann_version(case: Case) -> Iterator[Sight]:
 def _cann_list(case: Case) -> Iterator[Sight]:
     mindspore = case.machine.mindspore
     if case.machine.cann and mindspore and not mindspore.accepted_cann:
-        seen = f"no list of CANN versions in MindSpore {mindspore.version}"
-        yield Sight(seen, "a release that MindSpore's installation page names", "see https://www.mindspore.cn/install")
+        published = dict(MINDSPORE_CANN).get(mindspore.version)
+        wanted = f"CANN {published}, published with it" if published else "a release that MindSpore's installation page names"
+        if case.machine.cann.release != published:
+            seen = f"CANN {case.machine.cann.version}, and no list of CANN versions in MindSpore {mindspore.version}"
+            yield Sight(seen, wanted, "see https://www.mindspore.cn/install")
+
+
+@RULES.rule(
+    "mindformers-mindspore", "warning", source="version tables of MindFormers",
+    why="ImportError or AttributeError when MindFormers is imported: it is written for one MindSpore",
+)  # fmt: skip
+def _mindformers(case: Case) -> Iterator[Sight]:
+    version, mindspore = case.machine.packages.get("mindformers"), case.machine.mindspore
+    wanted = dict(MINDFORMERS_MINDSPORE).get(version or "")
+    if mindspore and wanted and not fits(mindspore.version, f"=={wanted}"):
+        yield Sight(
+            f"MindFormers {version} with MindSpore {mindspore.version}", f"MindSpore {wanted}", "install a pair that belongs together"
+        )
 
 
 @RULES.rule(
@@ -202,6 +218,16 @@ def _te_stale(case: Case) -> Iterator[Sight]:
 def _shadow(case: Case) -> Iterator[Sight]:
     for name in case.machine.shadows if case.machine.mindspore else ():
         yield Sight(f"{name} in the working directory", "another name, or another working directory", f"mv {name} my_{name}")
+
+
+@RULES.rule(
+    "env-protobuf-cpp", "warning", source="_set_pb_env in the installed mindspore",
+    why="MemoryError or `Failed to parse the checkpoint file` when a large .ckpt is loaded by MindSpore. ms-convert does not use protobuf",
+)  # fmt: skip
+def _protobuf_cpp(case: Case) -> Iterator[Sight]:
+    name = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+    if case.machine.environment.get(name) == "cpp":
+        yield Sight(f"{name}=cpp", "python", f"export {name}=python", name)
 
 
 @RULES.rule(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from converter.rank_table.entries import INVALID, Entry, Findings, ServerEntry
 from converter.untrusted import quoted
@@ -12,6 +12,7 @@ def check_super_pods(root: Entry, servers: Sequence[ServerEntry], findings: Find
     """Adds what is wrong with `super_pod_list` and with the super_device_ids."""
     pods: dict[str, str] = {}
     names: set[str] = set()
+    known = {server.server_id for server in servers}
     for entry in root.entries("super_pod_list"):
         name = entry.text("super_pod_id")
         if name is not None and (not name or name in names):
@@ -20,17 +21,17 @@ def check_super_pods(root: Entry, servers: Sequence[ServerEntry], findings: Find
             findings.add("super-pod", entry.line_of("super_pod_id"), seen, wanted="a name of its own for each", why=why)
         names.add(name or "")
         for member in entry.entries("server_list"):
-            _check_member(member, name or "", pods, servers, findings)
+            _check_member(member, name or "", pods, known, findings)
     if root.has("super_pod_list"):
         _check_servers(pods, servers, findings)
 
 
-def _check_member(member: Entry, pod: str, pods: dict[str, str], servers: Sequence[ServerEntry], findings: Findings) -> None:
+def _check_member(member: Entry, pod: str, pods: dict[str, str], known: Collection[str | None], findings: Findings) -> None:
     server = member.text("server_id")
     if server is None:
         return
     line = member.line_of("server_id")
-    if server not in {entry.server_id for entry in servers}:
+    if server not in known:
         why = f"{INVALID} Reason:[the 'server_id' in the ranktable 'super_pod_list' is invalid or not found in server_list]"
         findings.add("super-pod", line, f"server {quoted(server)} is not in server_list", wanted="a server_id of server_list", why=why)
     elif server in pods:

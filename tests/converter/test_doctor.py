@@ -101,6 +101,42 @@ def test_the_table_that_the_environment_names_is_checked_like_one_that_is_given(
     assert ran.facts["findings"][0]["where"].startswith("rank_table.json:")
 
 
+def test_the_variables_that_a_config_gives_the_ranks_count_as_those_of_the_shell(on: Any, tmp_path: Path) -> None:
+    machine = healthy_machine(tmp_path)
+    machine.config["launch"] |= {"hccl_if_base_port": 50000, "hccl_socket_family": "AF_INET6", "hccl_buffsize": 4000}
+    machine.table = None
+    on(machine)
+    findings = ms_convert("doctor", "--config", machine.write_config(), "--json").facts["findings"]
+    assert {finding["rule"] for finding in findings} == {"hccl-ports-open", "hccl-family-alone", "hccl-buffers"}
+    assert "50000-50031" in str(findings)
+
+
+def test_a_value_on_the_command_line_takes_the_place_of_the_configs(on: Any, tmp_path: Path) -> None:
+    machine = healthy_machine(tmp_path)
+    on(machine)
+    ran = ms_convert("doctor", "--config", machine.write_config(), "--set", "launch.master_addr=10.0.0.9", "--json")
+    assert [finding["rule"] for finding in ran.facts["findings"]] == ["run-master-elsewhere"]
+    assert ms_convert("doctor", "--set", "launch.node_rank=1").code == 2
+
+
+def test_on_one_host_the_network_of_the_devices_does_not_matter(on: Any, tmp_path: Path) -> None:
+    machine = healthy_machine(tmp_path)
+    machine.config["launch"] = {"device": "ascend"}
+    machine.config["parallel"]["dp"] = 1
+    machine.show_network("Receive timeout")
+    machine.write("etc/hccn.conf")
+    on(machine)
+    assert ms_convert("doctor", "--config", machine.write_config(), "--json").facts["findings"] == []
+    assert {finding["rule"] for finding in ms_convert("doctor", "--json").facts["findings"]} == {"npu-network", "device-address"}
+
+
+def test_of_very_many_findings_a_screen_is_shown_and_the_rest_counted(tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps({"server_list": [1] * 500}), encoding="utf-8")
+    ran = ms_convert("rank-table", "check", file)
+    assert ran.out.count("rank-table-") == 60 and "and " in ran.out and "--json has them all" in ran.out
+
+
 def test_a_config_that_cannot_be_used_is_refused_with_all_its_mistakes(tmp_path: Path) -> None:
     file = tmp_path / "train.toml"
     file.write_text('[model]\npath = "m"\n[launch]\nmaster_port = 80\nhosts = 2\n', encoding="utf-8")
