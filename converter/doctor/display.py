@@ -53,7 +53,8 @@ def show_findings(out: Console, findings: Iterable[Finding]) -> None:
     """Each with what was seen, what is wanted, the error that it causes, and the mend."""
     found = list(findings)
     for finding in found[:MAX_SHOWN]:
-        where = f"[cyan]{printable(finding.where)}[/]: " if finding.where else ""
+        named = finding.seen.startswith(finding.where)  # the variable or key stands in what was seen
+        where = "" if named else f"[cyan]{printable(finding.where)}[/]: "
         out.print(f"\n[{COLOURS[finding.severity]}]{finding.severity}[/]  {where}{printable(finding.seen)}  [dim]{finding.rule}[/]")
         for label, text in (("wanted", finding.wanted), ("why", finding.why), ("mend", finding.mend)):
             if text:
