@@ -44,12 +44,15 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if "layout" in facts:
         layout = facts["layout"]
         lines.append(("layout", layout_text(layout)))
+        if facts.get("strategy"):
+            lines.append(("strategies", f"for {layout_text(facts['strategy'])}"))
         lines.append(("vocabulary", f"{layout['vocab']}, padded to {layout['padded_vocab']}"))
         lines.append(("from", f"{facts['source']} (ms-convert {facts['tool_version']}, dtype {facts['dtype']})"))
     if "files" in facts:
         files = facts["files"]
         names = ", ".join(file["name"] for file in files[:4]) + (", ..." if len(files) > 4 else "")
         lines.append(("files", f"{len(files)}, {size(sum(file['bytes'] for file in files))}: {names}"))
+    lines += _foreign_lines(facts)
     if facts.get("side_files"):
         lines.append(("side files", ", ".join(facts["side_files"][:12]) + (", ..." if len(facts["side_files"]) > 12 else "")))
     lines += [
@@ -67,6 +70,27 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     lines += [("note", note) for note in facts.get("notes", [])]
     if facts.get("problem"):
         lines.append(("problem", facts["problem"]))
+    return lines
+
+
+def _foreign_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is told of a checkpoint that has no manifest."""
+    lines = []
+    if "ranks" in facts:
+        lines.append(("ranks", str(facts["ranks"])))
+        strategy = facts["strategy"]
+        if strategy is None:
+            lines.append(("strategy", "no strategy files here or in ../strategy"))
+        elif "problem" in strategy:
+            lines.append(("strategy", f"{strategy['folder']}/: {strategy['problem']}"))
+        else:
+            stages = ", ".join(f"stage {stage}: {count} parameters" for stage, count in strategy["stages"].items())
+            lines.append(("strategy", f"{strategy['folder']}/: {strategy['files']} file(s), {stages}"))
+    if facts.get("chunks", {"1": 0}).keys() != {"1"}:
+        lines.append(("chunks", ", ".join(f"{tensors} tensors in {number}" for number, tensors in facts["chunks"].items())))
+    lines += [("not weights", f"{count} tensors: {why}") for why, count in facts.get("ignored", {}).items()]
+    if facts.get("training"):
+        lines.append(("training", ", ".join(f"{name} {value}" for name, value in facts["training"].items())))
     return lines
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from converter.ckpt_format import read_ckpt
-from converter.folder_lock import PROGRESS_FOLDER
+from converter.folder_kinds import (
+    CONVERSION,
+    HUGGING_FACE,
+    RANKS,
+    SAFETENSORS,
+    UNFINISHED,
+    folder_kind,
+    places_below,
+)
 from converter.hf_folder import read_hf_folder
-from converter.manifest import MANIFEST
-from converter.output_folder import RUN_RECORD, finished_files, recorded_run
+from converter.inspection_foreign import READERS_OF_FOLDERS, checkpoint_facts, loose_facts, ranks_facts
+from converter.output_folder import finished_files, recorded_run
 from converter.plan_report import target_facts
 from converter.rank_tree import read_rank_tree
 from converter.recognise import KINDS, recognise
 from converter.safetensors_format import read_header
 from converter.source_model import understand
 from converter.strategy_files import is_json_strategy, read_strategy_file
-from converter.tensors import StoredTensor
+from converter.tensor_facts import tensor_facts
 from converter.torch_format import read_torch_bin
 from converter.vocabulary import vocabulary_notes, vocabulary_sizes
 from mappings.errors import Refused, refuse
@@ -28,14 +35,15 @@ def inspect_path(path: Path) -> dict[str, Any]:
     """Facts about a folder or file. Raises Refused for something that is neither a checkpoint nor a part of one."""
     if not path.is_dir():
         return _inspect_file(path)
-    if (path / MANIFEST).is_file():
-        return _inspect_rank_tree(path)
-    if (path / PROGRESS_FOLDER / RUN_RECORD).is_file():
-        return _inspect_unfinished(path)
-    if (path / "config.json").is_file():
-        return _inspect_hf_folder(path)
-    what = "neither a Hugging Face folder (no config.json) nor a rank tree of ms-convert (no manifest.json)"
-    raise refuse(what, str(path), "give one of these, or a single weight file")
+    look = _LOOKS.get(kind := folder_kind(path))
+    if look is not None:
+        return look(path)
+    if (foreign := READERS_OF_FOLDERS.get(kind)) is not None:
+        return checkpoint_facts(foreign(path))
+    what = "neither a Hugging Face folder (no config.json) nor an output of ms-convert (no manifest.json) nor a checkpoint of MindSpore"
+    below = places_below(path)
+    mend = f"give the folder with the checkpoint: {', '.join(below)}" if below else "give one of these, or a single weight file"
+    raise refuse(what, str(path), mend)
 
 
 def _inspect_hf_folder(path: Path) -> dict[str, Any]:
@@ -57,7 +65,7 @@ def _inspect_hf_folder(path: Path) -> dict[str, Any]:
         facts |= {"vocabulary": vocabulary_sizes(source)}
     except Refused as error:
         facts |= {"family": None, "model": None, "notes": [], "problem": str(error)}
-    return facts | _tensor_facts(folder.tensors.values())
+    return facts | tensor_facts(folder.tensors.values())
 
 
 def _texts(value: Any) -> list[str]:
@@ -68,9 +76,10 @@ def _inspect_rank_tree(path: Path) -> dict[str, Any]:
     tree = read_rank_tree(path)
     manifest = tree.manifest
     facts = {
-        "path": str(path), "kind": "rank tree of MindSpore slices", "form": manifest.format,
+        "path": str(path), "kind": _CONVERSIONS[manifest.disk], "form": manifest.format, "disk": manifest.disk,
         "family": manifest.family, "target": target_facts(tree.dialect, manifest.family), "dtype": manifest.dtype,
-        "layout": tree.layout.to_json(), "tool_version": manifest.tool_version, "source": manifest.source.name,
+        "layout": tree.layout.to_json(), "strategy": manifest.strategy.layout().to_json() if manifest.strategy is not None else None,
+        "tool_version": manifest.tool_version, "source": manifest.source.name,
         "files": [
             {
                 "name": file.path, "bytes": file.size, "tensors": len(file.tensors), "rank": file.rank, "stage": file.stage,
@@ -81,7 +90,7 @@ def _inspect_rank_tree(path: Path) -> dict[str, Any]:
         "side_files": [side.name for side in manifest.source.side_files], "model": manifest.model.to_json(),
     }  # fmt: skip
     first_of_stage = [tree.layout.rank(stage, 0, 0) for stage in range(tree.layout.pp)]
-    return facts | _tensor_facts(tensor for rank in first_of_stage for tensor in tree.slices[rank].values())
+    return facts | tensor_facts(tensor for rank in first_of_stage for tensor in tree.slices[rank].values())
 
 
 def _inspect_unfinished(path: Path) -> dict[str, Any]:
@@ -101,11 +110,11 @@ def _inspect_file(path: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"path": str(path), "kind": KINDS[kind].phrase, "bytes": path.stat().st_size}
     if kind == "safetensors":
         tensors, metadata = read_header(path)
-        return facts | {"metadata": metadata} | _tensor_facts(tensors)
+        return facts | {"metadata": metadata} | tensor_facts(tensors)
     if kind == "ckpt":
-        return facts | _tensor_facts(read_ckpt(path))
+        return facts | tensor_facts(read_ckpt(path))
     if kind == "torch_zip":
-        return facts | _tensor_facts(read_torch_bin(path))
+        return facts | tensor_facts(read_torch_bin(path))
     if kind == "strategy" or (kind == "json" and is_json_strategy(path)):
         return facts | strategy_facts(path)
     raise refuse(f"{KINDS[kind].phrase}, not a checkpoint that ms-convert reads", str(path), KINDS[kind].mend)
@@ -127,15 +136,15 @@ def strategy_facts(path: Path) -> dict[str, Any]:
     return {"kind": kind, "form": strategy.form, "stage": stages[0], "stages": stages, "merged": strategy.merged, "parameters": parameters}
 
 
-def _tensor_facts(tensors: Iterable[StoredTensor]) -> dict[str, Any]:
-    listed = list(tensors)
-    dtypes: Counter[str] = Counter()
-    for tensor in listed:
-        dtypes[tensor.dtype] += tensor.nbytes
-    return {
-        "tensors": [
-            {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "file": tensor.path.name} for tensor in listed
-        ],
-        "elements": sum(tensor.elements for tensor in listed),
-        "bytes_by_dtype": dict(dtypes),
-    }
+_CONVERSIONS = {
+    "rank": "rank tree of MindSpore slices",
+    "unified": "unified safetensors of whole MindSpore parameters",
+    "mindformers2": "MindFormers 2.x checkpoint",
+}
+_LOOKS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+    CONVERSION: _inspect_rank_tree,
+    UNFINISHED: _inspect_unfinished,
+    HUGGING_FACE: _inspect_hf_folder,
+    RANKS: ranks_facts,
+    SAFETENSORS: loose_facts,
+}

@@ -15,6 +15,8 @@ from tests.benchmarks.timing import Contender, Times, in_turn, machine, run_once
 
 PROGRAM = [sys.executable, "-m", "converter.cli"]
 TREE = ["--tp", "2", "--pp", "2", "--workers", "2"]
+UNIFIED = [*TREE, "--layout", "unified"]
+MINDFORMERS = ["--target", "mindformers"]
 
 
 def measure(work: Path, gigabytes: float, rounds: int) -> None:
@@ -26,6 +28,7 @@ def measure(work: Path, gigabytes: float, rounds: int) -> None:
         Contender("cp -r", ["cp", "-r", str(model), str(work / "cp")], work / "cp"),
         Contender("hf2ms to safetensors", [*PROGRAM, "hf2ms", str(model), "-o", str(work / "out"), *TREE], work / "out"),
         Contender("hf2ms to .ckpt", [*PROGRAM, "hf2ms", str(model), "-o", str(work / "ckpt"), *TREE, "--format", "ckpt"], work / "ckpt"),
+        *layouts(model, work),
         Contender("ms2hf", [*PROGRAM, "ms2hf", str(tree), "-o", str(work / "back"), "--workers", "2"], work / "back"),
         Contender("cp -r and sync", ["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', str(model), str(work / "cp")], work / "cp"),
         Contender("hf2ms --durable", [*PROGRAM, "hf2ms", str(model), "-o", str(work / "out"), *TREE, "--durable"], work / "out"),
@@ -35,6 +38,24 @@ def measure(work: Path, gigabytes: float, rounds: int) -> None:
     times = in_turn(contenders, rounds)
     show(f"{gigabytes:g} GB bfloat16 Llama, 4 shards, tp 2 x pp 2, 2 workers, {rounds} rounds in turn", times)
     show_bounds(times)
+
+
+def layouts(model: Path, work: Path) -> list[Contender]:
+    """The other disk layouts, in our names and in those of MindFormers 2.x, which fuse and interleave."""
+    command, out = [*PROGRAM, "hf2ms", str(model), "-o", str(work / "layout")], work / "layout"
+    return [
+        Contender("hf2ms to unified", [*command, *UNIFIED], out),
+        Contender("hf2ms to unified MindFormers", [*command, *UNIFIED, *MINDFORMERS], out),
+        Contender("hf2ms to MindFormers 2.x", [*command, *TREE, *MINDFORMERS, "--layout", "mindformers2"], out),
+    ]
+
+
+def measure_layouts(work: Path, gigabytes: float, rounds: int) -> None:
+    """Print the table of the other disk layouts alone."""
+    model = llama_folder(work / f"llama-{gigabytes:g}gb", gigabytes)
+    copy = Contender("cp -r", ["cp", "-r", str(model), str(work / "cp")], work / "cp")
+    times = in_turn([copy, *layouts(model, work)], rounds)
+    show(f"{gigabytes:g} GB bfloat16 Llama, 4 shards, for tp 2 x pp 2, 2 workers, {rounds} rounds in turn", times)
 
 
 def show(title: str, times: Mapping[str, Times]) -> None:
@@ -52,7 +73,8 @@ def show(title: str, times: Mapping[str, Times]) -> None:
 def show_bounds(times: Mapping[str, Times]) -> None:
     """Each bound beside what was measured."""
     copy = times["cp -r"].median
-    for name, bound in (("hf2ms to safetensors", 1.0), ("hf2ms to .ckpt", 1.2), ("ms2hf", 1.0)):
+    bounds = {"hf2ms to safetensors": 1.0, "hf2ms to .ckpt": 1.2, "ms2hf": 1.0}
+    for name, bound in (bounds | {"hf2ms to unified": 1.3, "hf2ms to unified MindFormers": 1.3}).items():
         print(f"  {name}: {times[name].median / copy:.2f} x cp (bound {bound}), peak {times[name].peak / 1e6:.0f} MB (bound 150 MB)")
     ratio = times["verify, bits only"].median / times["cat both sides"].median
     print(f"  verify: {ratio:.2f} x reading both sides (bound 2), peak {times['verify, bits only'].peak / 1e6:.0f} MB (bound 300 MB)")
