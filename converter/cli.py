@@ -19,6 +19,7 @@ Examples:
   ms-convert hf2ms ./Llama-3.1-8B -o ./slices --tp 2 --pp 2
   ms-convert hf2ms ./Llama-3.1-8B --tp 2 --pp 2 --dry-run
   ms-convert ms2hf ./slices -o ./back
+  ms-convert translate ./slices -o ./mindformers --target mindformers
   ms-convert verify ./Llama-3.1-8B ./slices --forward --report report.html
   ms-convert inspect ./slices
   ms-convert reformat ./checkpoint -o ./as-ckpt --format ckpt
@@ -148,7 +149,9 @@ Examples:
 )
 @click.option("--config", type=click.Path(), help="With --from: the model's config.json, or the folder with it and the tokenizer.")
 @click.option("--strategy", type=click.Path(), help="With --from, for ranks: the run's strategy files. Default: `strategy` beside them.")
-@click.option("--tp", type=click.IntRange(1), help="With --from, for whole tensors fused per rank: the tensor-parallel ranks of the run.")
+@click.option(
+    "--source-tp", type=click.IntRange(1), help="With --from, for whole tensors fused per rank: the tensor-parallel ranks of the run."
+)
 @click.option(
     "--dtype",
     type=click.Choice(["original", "bf16", "fp16", "fp32"]),
@@ -163,8 +166,8 @@ Examples:
 @click.option("--overwrite", is_flag=True, help="Replace weights, index, config and files of the same names in the output folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
 def ms2hf(
-    slices: str, output: str | None, from_dialect: str | None, config: str | None, strategy: str | None, tp: int | None, dry_run: bool,
-    as_json: bool, **choices: Any,
+    slices: str, output: str | None, from_dialect: str | None, config: str | None, strategy: str | None, source_tp: int | None,
+    dry_run: bool, as_json: bool, **choices: Any,
 ) -> None:  # fmt: skip
     """Give the Hugging Face folder back from SLICES, the output of hf2ms. No other flags are needed: the manifest knows.
 
@@ -175,10 +178,10 @@ def ms2hf(
     if output is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
     if from_dialect is not None:
-        run_foreign(slices, output, from_dialect, config, strategy, tp, dry_run=dry_run, as_json=as_json, **choices)
+        run_foreign(slices, output, from_dialect, config, strategy, source_tp, dry_run=dry_run, as_json=as_json, **choices)
         return
-    if (config, strategy, tp) != (None, None, None):
-        raise click.UsageError("--config, --strategy and --tp go with --from.")
+    if (config, strategy, source_tp) != (None, None, None):
+        raise click.UsageError("--config, --strategy and --source-tp go with --from.")
     run_ms2hf(slices, output, dry_run=dry_run, as_json=as_json, **choices)
 
 
@@ -206,6 +209,55 @@ def reformat(source: str, output: str | None, dry_run: bool, as_json: bool, **ch
     if output is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
     run_reformat(source, output, dry_run=dry_run, as_json=as_json, **choices)
+
+
+@cli.command(
+    cls=Command,
+    epilog="""
+\b
+Examples:
+  ms-convert translate ./slices -o ./mindformers --target mindformers
+  ms-convert translate ./mindformers -o ./for-the-trainer --target ms-convert --tp 2 --pp 2
+  ms-convert translate ./output -o ./new --from mindformers-legacy@1.3 --config ./Llama-3.1-8B --target mindformers-legacy@1.8 --tp 4
+""",
+)
+@folder_argument("checkpoint")
+@click.option("--target", required=True, metavar="DIALECT[@VERSION]", help="Whose names and layouts the files get (`ms-convert dialects`).")
+@click.option("-o", "--output", type=click.Path(), help="Folder for the new files. Needed unless --dry-run.")
+@click.option("--tp", type=click.IntRange(1), help="Tensor-parallel ranks. Default: as CHECKPOINT, 1 with --from.")
+@click.option("--pp", type=click.IntRange(1), help="Pipeline stages. Default: as CHECKPOINT, 1 with --from.")
+@click.option("--dp", type=click.IntRange(1), help="Data-parallel ranks. Default: as CHECKPOINT, 1 with --from.")
+@click.option("--layers-per-stage", type=LayerCounts(), help="Layers of each stage. Default: as CHECKPOINT, even if --pp is another.")
+@click.option("--vocab-multiple", type=click.IntRange(1), help="Pad the vocabulary to a multiple of this. Default: as in hf2ms.")
+@click.option(
+    "--layout", "disk", type=click.Choice(["rank", "unified", "mindformers2"]), default="rank", show_default=True, help="How the files lie."
+)
+@click.option("--max-file-size", "max_file_bytes", type=ByteSize(), help="Of a part of --layout unified. Default: 3GiB.")
+@click.option(
+    "--format", "file_format", type=click.Choice(["safetensors", "ckpt"]), default="safetensors", show_default=True, help="Of rank files."
+)
+@click.option("--ranks", type=RankList(), help="Write these ranks only, as in 0-7,12.")
+@click.option("--from", "from_dialect", metavar="DIALECT[@VERSION]", help="For a checkpoint that ms-convert did not write: what it has.")
+@click.option("--config", type=click.Path(), help="With --from: the model's config.json, or the folder with it and the tokenizer.")
+@click.option("--strategy", type=click.Path(), help="With --from, for ranks: the run's strategy files. Default: `strategy` beside them.")
+@click.option(
+    "--source-tp", type=click.IntRange(1), help="With --from, for whole tensors fused per rank: the tensor-parallel ranks of the run."
+)
+@click.option("--durable", is_flag=True, help="Wait until each file is on the disk (fsync) before it gets its name.")
+@click.option("--workers", type=click.IntRange(1, 256), default=2, show_default=True, help="Threads that copy.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, from headers alone, and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier conversion in the output folder, and only what ms-convert wrote there.")
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+def translate(checkpoint: str, output: str | None, dry_run: bool, as_json: bool, **choices: Any) -> None:
+    """Write CHECKPOINT in the names and layouts of another dialect, or cut for other ranks, with no Hugging Face folder in between.
+
+    CHECKPOINT is an output of ms-convert; with --from, one of MindFormers, as for ms2hf.
+    """
+    from converter.run_translate import run_translate
+
+    if output is None and not dry_run:
+        raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
+    run_translate(checkpoint, output, dry_run=dry_run, as_json=as_json, **choices)
 
 
 @cli.command(

@@ -16,7 +16,7 @@ from converter.casts import can_cast
 from converter.chunked import Chunk, ChunkedTensor, ForeignCheckpoint
 from converter.copies import paired_boxes_of_region
 from converter.execute import execute
-from converter.foreign_model import ForeignModel, understand_checkpoint
+from converter.foreign_model import ForeignModel, config_file, understand_checkpoint
 from converter.hf_folder import SideFile, check_inside
 from converter.manifest import write_atomically
 from converter.mindformers2_folder import METADATA, MODEL_FILE, TRACKER, read_mindformers2
@@ -71,13 +71,21 @@ class ForeignRestoration:
     options: HFOptions
 
     @property
+    def config(self) -> Path:
+        """The file config.json."""
+        return config_file(self.source.config)
+
+    @property
     def sharded(self) -> bool:
         return len(self.plan.files) > 1
 
 
-def plan_foreign(source: ForeignSource, options: HFOptions) -> ForeignRestoration:
-    """Plan from headers alone: a rank tree with its strategy files, a unified folder, or a MindFormers 2.x one. Raises Refused."""
-    config = source.config / CONFIG if source.config.is_dir() else source.config
+def plan_foreign(source: ForeignSource, options: HFOptions, *, one_file: bool = False) -> ForeignRestoration:
+    """Plan from headers alone: a rank tree with its strategy files, a unified folder, or a MindFormers 2.x one. Raises Refused.
+
+    Weights go into files of at most 5 GB, or into `one_file`.
+    """
+    config = config_file(source.config)
     not_weights = source.dialect.table.not_weights if source.dialect is not None else ()
     replicas: tuple[tuple[StoredTensor, ...], ...] = ()
     if has_rank_folders(source.folder):
@@ -86,7 +94,7 @@ def plan_foreign(source: ForeignSource, options: HFOptions) -> ForeignRestoratio
         replicas = ranks.replicas
     else:
         model = understand_checkpoint(_whole_tensors(source.folder), source.dialect, config, None, source.fused_for)
-    plan = _plan(model, options.dtype)
+    plan = _plan(model, options.dtype, None if one_file else MAX_SHARD_BYTES)
     names = [name for name in SIDE_NAMES if (config.parent / name).is_file()]
     for name in (*names, config.name):
         check_inside(config.parent / name, config.parent)
@@ -126,8 +134,8 @@ def _paths(restoration: ForeignRestoration) -> Iterator[str]:
     yield CONFIG
 
 
-def _plan(model: ForeignModel, dtype: str) -> Plan:
-    """The weight files: tensors layer by layer, in files of at most 5 GB."""
+def _plan(model: ForeignModel, dtype: str, most: int | None) -> Plan:
+    """The weight files: tensors layer by layer, in files of at most `most` bytes."""
     pairings: dict[str, list[Pairing]] = defaultdict(list)
     for pairing in model.expansion.pairings:
         pairings[pairing.hf].append(pairing)
@@ -139,10 +147,13 @@ def _plan(model: ForeignModel, dtype: str) -> Plan:
 
     targets = [_target(model, name, pairings[name], dtype) for name in sorted(model.expansion.hf_shapes, key=order)]
     shards: list[list[TargetTensor]] = [[]]
+    size = 0
     for target in targets:
-        if shards[-1] and sum(tensor.nbytes for tensor in shards[-1]) + target.nbytes > MAX_SHARD_BYTES:
+        if most is not None and shards[-1] and size + target.nbytes > most:
             shards.append([])
+            size = 0
         shards[-1].append(target)
+        size += target.nbytes
     names = (
         ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     )
@@ -217,8 +228,7 @@ def _finish(restoration: ForeignRestoration, folder: OutputFolder) -> None:
     copy_side_files(restoration.side_files, folder.path)
     if restoration.options.durable:
         sync_files(folder.path, [path for path in restoration.run.paths if path != CONFIG])
-    config = restoration.source.config / CONFIG if restoration.source.config.is_dir() else restoration.source.config
-    copy_side_files([SideFile(CONFIG, config, config.stat().st_size)], folder.path)
+    copy_side_files([SideFile(CONFIG, restoration.config, restoration.config.stat().st_size)], folder.path)
     if restoration.options.durable:
         sync_files(folder.path, [CONFIG])
     folder.finish()

@@ -35,6 +35,8 @@ class ForeignModel:
     dialect: Dialect | None
     table: FamilyTable
     config: ModelConfig
+    hf_config: dict[str, Any]
+    canonical: Expansion
     expansion: Expansion
     tensors: Mapping[str, ChunkedTensor]
     ignored: Mapping[str, tuple[str, ...]]
@@ -43,9 +45,14 @@ class ForeignModel:
     notes: tuple[str, ...]
 
 
+def config_file(path: Path) -> Path:
+    """The config.json that somebody names, or names the folder of."""
+    return path / "config.json" if path.is_dir() else path
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """A Hugging Face config.json, or the one in a folder."""
-    place = path / "config.json" if path.is_dir() else path
+    place = config_file(path)
     if not place.is_file():
         raise refuse("no such file", str(place), "give the model's config.json with --config: it tells family and sizes")
     return read_json_object(place, MAX_CONFIG_BYTES, place.parent)
@@ -84,7 +91,9 @@ def understand_checkpoint(
     notes = list(reading.notes)
     if rows != reading.config.vocab:
         notes.append(f"the vocabulary is padded to {rows} rows: the {reading.config.vocab} of config.json come back")
-    return ForeignModel(checkpoint, dialect, table, reading.config, expansion, tensors, ignored, rows, ranks, tuple(notes))
+    return ForeignModel(
+        checkpoint, dialect, table, reading.config, hf_config, canonical, expansion, tensors, ignored, rows, ranks, tuple(notes)
+    )  # fmt: skip
 
 
 def _weights(checkpoint: ForeignCheckpoint, dialect: Dialect | None) -> tuple[dict[str, ChunkedTensor], dict[str, tuple[str, ...]]]:
@@ -122,7 +131,7 @@ def _fused_for(expansion: Expansion, dialect: Dialect | None, cuts: Mapping[str,
     if known is None or not known:
         if given is None:
             what = f"{dialect} keeps each rank's part of {fused[0].parameter.name} together, and nothing says for how many ranks"
-            raise refuse(what, mend="say --tp N: the tensor-parallel ranks of the run that wrote it")
+            raise refuse(what, mend="say --source-tp N: the tensor-parallel ranks of the run that wrote it")
         return given
     if len(known) > 1 or given not in (None, *known):
         raise refuse(

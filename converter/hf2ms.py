@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,6 +17,7 @@ from converter.derived import check_not_carried
 from converter.disk_layouts import companion_files, companion_paths, weight_path
 from converter.execute import execute
 from converter.hf_folder import HFFolder, SideFile, read_hf_folder
+from converter.joined_copies import joined_plan
 from converter.layout import ParallelLayout, cutting_of, make_layout
 from converter.manifest import (
     LAYOUT_VERSION,
@@ -41,7 +42,7 @@ from converter.manifest import (
 from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
 from converter.output_folder import CONVERSIONS, FileRecord, OutputFolder, Run, missing_space, remove_records
 from converter.partial_files import SUFFIX, check_place, open_new, sync_files
-from converter.plan import Plan
+from converter.plan import Plan, TargetTensor
 from converter.plan_hf2ms import RankTreePlan, plan_rank_tree
 from converter.plan_unified import MAX_FILE_BYTES, plan_unified
 from converter.resume import check_recorded, unfinished_files
@@ -90,6 +91,20 @@ class RankTreeOptions:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """A checkpoint in the place of the Hugging Face folder, whose tensors `made` tells how to put together (converter/translate.py).
+
+    `record` and `dtype` go into the manifest as they came, `identity` tells one checkpoint from another, `check` refuses a damaged one.
+    """
+
+    made: Mapping[str, TargetTensor]
+    record: Callable[[tuple[SideFileRecord, ...]], SourceRecord]
+    dtype: str
+    identity: str
+    check: Callable[[Plan], None]
+
+
+@dataclass(frozen=True)
 class Conversion:
     """A planned hf2ms: `whole` is the plan of all ranks, `mine` that of the ranks asked for. `layout` is that of the ranks.
 
@@ -102,6 +117,7 @@ class Conversion:
     mine: RankTreePlan
     run: Run
     options: RankTreeOptions
+    origin: Origin | None = None
 
     def rank_of(self, number: int) -> int:
         """The rank of a planned file: its number, but that all parts of a unified folder are of the one rank that holds everything."""
@@ -110,21 +126,26 @@ class Conversion:
 
 def plan_conversion(model: Path, options: RankTreeOptions, table: FamilyTable | None = None) -> Conversion:
     """Plan hf2ms from headers alone. Raises Refused with everything that stands in the way."""
-    _check_disk(options)
-    dialect = target_named(options.target)
     folder = read_hf_folder(model)
     _check_names(folder)
-    source = understand(folder, table, options.tied)
+    return conversion_of(understand(folder, table, options.tied), options)
+
+
+def conversion_of(source: SourceModel, options: RankTreeOptions, origin: Origin | None = None) -> Conversion:
+    """Plan the conversion of a model that is understood. Raises Refused."""
+    _check_disk(options)
+    dialect = target_named(options.target)
     layout = make_layout(
         source.config, source.expansion, tp=options.tp, pp=options.pp, dp=options.dp,
         layers_per_stage=options.layers_per_stage, vocab_multiple=options.vocab_multiple, dialect=dialect,
     )  # fmt: skip
     source = source.in_dialect(dialect, cutting_of(layout))
-    run = _identity(source, layout, options)
-    whole = _plan(source, layout, options, run.identity, None)
-    mine = whole if options.ranks is None else _plan(source, layout, options, run.identity, options.ranks)
+    run = _identity(source, layout, options, origin.identity if origin is not None else "")
+    made = origin.made if origin is not None else None
+    whole = _plan(source, layout, options, run.identity, None, made)
+    mine = whole if options.ranks is None else _plan(source, layout, options, run.identity, options.ranks, made)
     run = replace(run, paths=tuple(_paths(source, layout, options, whole)))
-    return Conversion(source, layout, whole, mine, run, options)
+    return Conversion(source, layout, whole, mine, run, options, origin)
 
 
 def _check_disk(options: RankTreeOptions) -> None:
@@ -140,13 +161,18 @@ def _check_disk(options: RankTreeOptions) -> None:
         raise Refused("options that do not go together", problems)
 
 
-def _plan(source: SourceModel, layout: ParallelLayout, options: RankTreeOptions, run: str, ranks: Collection[int] | None) -> RankTreePlan:
+def _plan(
+    source: SourceModel, layout: ParallelLayout, options: RankTreeOptions, run: str, ranks: Collection[int] | None,
+    made: Mapping[str, TargetTensor] | None,
+) -> RankTreePlan:  # fmt: skip
     if options.disk == UNIFIED:
-        return plan_unified(source, layout, max_file_bytes=options.max_file_bytes or MAX_FILE_BYTES, dtype=options.dtype, run=run)
-    return plan_rank_tree(
-        source, layout, file_format=options.file_format, dtype=options.dtype, ranks=ranks, run=run,
-        path_of=lambda rank: weight_path(options.disk, rank, layout.ranks, options.file_format),
-    )  # fmt: skip
+        planned = plan_unified(source, layout, max_file_bytes=options.max_file_bytes or MAX_FILE_BYTES, dtype=options.dtype, run=run)
+    else:
+        planned = plan_rank_tree(
+            source, layout, file_format=options.file_format, dtype=options.dtype, ranks=ranks, run=run,
+            path_of=lambda rank: weight_path(options.disk, rank, layout.ranks, options.file_format),
+        )  # fmt: skip
+    return planned if made is None else replace(planned, plan=joined_plan(planned.plan, made))
 
 
 def _paths(source: SourceModel, layout: ParallelLayout, options: RankTreeOptions, whole: RankTreePlan) -> Iterable[str]:
@@ -166,13 +192,14 @@ def _check_names(folder: HFFolder) -> None:
         raise Refused("names that cannot travel", problems)
 
 
-def _identity(source: SourceModel, layout: ParallelLayout, options: RankTreeOptions) -> Run:
+def _identity(source: SourceModel, layout: ParallelLayout, options: RankTreeOptions, origin: str) -> Run:
     """A digest of everything that decides what is written: equal identities write equal files."""
     files = {file.name: [file.size, file.modified, _header_digest(file.tensors)] for file in source.folder.files}
     decisive = {
         "files": files, "config": source.folder.config, "table": source.table.text, "layout": layout.to_json(),
         "options": options.shown(), "layout_version": LAYOUT_VERSION,
         "target": None if source.dialect is None else [str(source.dialect), source.dialect.table.text],
+        "origin": origin,
     }  # fmt: skip
     digest = xxhash.xxh3_128(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
     shown = options.shown() | {"model": str(source.folder.path.resolve()), "table": source.table.where}
@@ -201,7 +228,8 @@ def convert(conversion: Conversion, output: Path, on_progress: OnProgress | None
     if not options.overwrite and _finished_before(conversion, output):
         return Outcome(output, notes=["this conversion is finished already: nothing to do"])
     _refuse_partial_overwrite(conversion, output)
-    check_not_carried(conversion.source)
+    if conversion.origin is None:
+        check_not_carried(conversion.source)
     side_bytes = sum(side.size for side in conversion.source.folder.side_files)
     if options.overwrite:  # before anything is replaced
         missing_space(output, conversion.mine.plan.nbytes + side_bytes, conversion.run.paths)
@@ -214,6 +242,8 @@ def convert(conversion: Conversion, output: Path, on_progress: OnProgress | None
         plan = Plan(remaining)
         refuse_holes(plan)
         missing_space(output, plan.nbytes + side_bytes)
+        if conversion.origin is not None:
+            conversion.origin.check(plan)
         results = execute(
             plan, output, workers=options.workers, on_progress=counted_from(conversion.mine.plan.nbytes - plan.nbytes, on_progress),
             on_file_done=lambda result: folder.record(FileRecord(result.path, result.size, dict(result.checksums))),
@@ -316,11 +346,12 @@ def side_files_of(folder: HFFolder) -> list[SideFile]:
 
 
 def _manifest(conversion: Conversion, records: Mapping[str, FileRecord], side_files: tuple[SideFileRecord, ...]) -> Manifest:
-    source, options, layout = conversion.source, conversion.options, conversion.whole.layout
+    source, options, layout, origin = conversion.source, conversion.options, conversion.whole.layout, conversion.origin
+    recorded = source_record(source, side_files) if origin is None else origin.record(side_files)
     return Manifest(
         LAYOUT_VERSION, __version__, conversion.run.identity, source.table.family, source.table.text, source.table.where,
         replace(source.config, padded_vocab=layout.padded_vocab), LayoutRecord.of(layout), options.file_format,  # type: ignore[arg-type]
-        options.dtype, source_record(source, side_files), tuple(_rank_records(conversion, records)),  # type: ignore[arg-type]
+        options.dtype if origin is None else origin.dtype, recorded, tuple(_rank_records(conversion, records)),  # type: ignore[arg-type]
         TargetRecord.of(source.dialect), options.disk, LayoutRecord.of(conversion.layout) if options.disk == UNIFIED else None,  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -52,10 +52,11 @@ class WeightForm:
     shard: re.Pattern[str]
 
 
-FORMS = (
+SAFETENSORS, TORCH = (
     WeightForm("safetensors", "model.safetensors", "model.safetensors.index.json", re.compile(r"model(-\d+-of-\d+)?\.safetensors")),
     WeightForm("torch", "pytorch_model.bin", "pytorch_model.bin.index.json", re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")),
 )
+FORMS = (SAFETENSORS, TORCH)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from converter.plan import Plan, StridedCopy, TargetFile, TargetTensor
 from converter.plan_hf2ms import DTYPE_OPTIONS, FLOATS
 from converter.rank_tree import RankTree
 from converter.tensors import StoredTensor, contiguous_strides
-from mappings.errors import Problem, Refused
+from mappings.errors import Problem, Refused, refuse
 from mappings.expand import Pairing
 from mappings.names import fold_names
 
@@ -109,6 +109,22 @@ def _copies(tree: RankTree, pairing: Pairing, hf_strides: tuple[int, ...]) -> It
     for tensor_rank, piece in distinct_slices(item.parameter, item.shape, tree.expansion.sizes, tree.layout):
         stored = tree.slices[tree.layout.rank(stage, 0, tensor_rank)][pairing.ms]
         yield from (box.backward(stored) for box in paired_boxes(tree.expansion, pairing, piece, hf_strides))
+
+
+def assembled(tree: RankTree) -> dict[str, TargetTensor]:
+    """Every tensor of the Hugging Face model by its whole name, put together in the type that its slices have. Raises Refused for two."""
+    pairings: dict[str, list[Pairing]] = defaultdict(list)
+    for pairing in tree.expansion.pairings:
+        pairings[pairing.hf].append(pairing)
+    found = {}
+    for name, wanted in pairings.items():
+        shape = tree.expansion.hf_shapes[name]
+        copies = tuple(copy for pairing in wanted for copy in _copies(tree, pairing, contiguous_strides(shape)))
+        dtypes = {copy.source.dtype for copy in copies}
+        if len(dtypes) != 1:
+            raise refuse(f"{name} is made of slices of the types {', '.join(sorted(dtypes))}", str(tree.path), "convert again with --dtype")
+        found[name] = TargetTensor(name, dtypes.pop(), shape, copies, group=wanted[0].ms)
+    return found
 
 
 def replicas_of(tree: RankTree) -> list[Replicas]:

@@ -125,8 +125,8 @@ def test_whole_tensors_in_one_file_need_the_ranks_of_the_run_only_where_they_are
     command = ("ms2hf", tmp_path / "unified", "-o", tmp_path / "back", "--from", target, "--config", source)
     if target.endswith("1.3-fused"):
         message = refused(*command)
-        assert "keeps each rank's part of" in message and "--tp N" in message
-        done(*command, "--tp", 2)
+        assert "keeps each rank's part of" in message and "--source-tp N" in message
+        done(*command, "--source-tp", 2)
     else:
         done(*command)
     assert_same_tensors(source, tmp_path / "back")
