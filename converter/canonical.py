@@ -5,24 +5,28 @@ Names, true shapes (no padding), and the stored dtype (bfloat16 as ml_dtypes'). 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from converter.copies import paired_boxes
 from converter.dtypes import word_type
 from converter.execute import fill
 from converter.formats import READERS
-from converter.layout import ParallelLayout, distinct_slices
+from converter.joined_copies import joined
+from converter.layout import ParallelLayout, Slice, distinct_slices
 from converter.plan import StridedCopy, TargetTensor
 from converter.plan_hf2ms import plan_rank_tree
+from converter.plan_ms2hf import assembled
 from converter.rank_tree import RankTree
 from converter.source_model import SourceModel
 from converter.stored_bytes import NUMPY_TYPES
 from converter.tensors import StoredTensor, contiguous_strides
 from mappings.errors import Problem, Refused, refuse
-from mappings.expand import ParameterOfModel
+from mappings.expand import Pairing, ParameterOfModel
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -59,13 +63,36 @@ def stored_parameters(path: Path) -> Mapping[str, StoredTensor]:
 
 
 def merged_parameters(tree: RankTree) -> Iterator[TargetTensor]:
-    """Every parameter as a target that its distinct slices fill. Raises Refused when a slice is missing or misshapen."""
+    """Every canonical parameter as a target that its distinct slices fill. Raises Refused when a slice is missing or misshapen."""
+    if tree.dialect is not None:
+        yield from _from_dialect(tree)
+        return
     for item in tree.expansion.parameters.values():
         copies = tuple(_slice_copies(tree, item))
         dtypes = {copy.source.dtype for copy in copies}
         if len(dtypes) != 1:
             raise refuse(f"{item.name}: its slices have the dtypes {', '.join(sorted(dtypes))}", str(tree.path), "run hf2ms again")
         yield TargetTensor(item.name, dtypes.pop(), item.shape, copies, item.name)
+
+
+def _from_dialect(tree: RankTree) -> Iterator[TargetTensor]:
+    """The canonical parameters of a tree that has other names and layouts."""
+    made = assembled(tree)
+    pairings: dict[str, list[Pairing]] = defaultdict(list)
+    for pairing in tree.canonical.pairings:
+        pairings[pairing.ms].append(pairing)
+    whole = Slice(None, 0, 0, 0, 1)
+    for item in tree.canonical.parameters.values():
+        sources = {pairing.hf: made[pairing.hf] for pairing in pairings[item.name]}
+        copies = tuple(
+            box.forward(StoredTensor(pairing.hf, tree.path, made[pairing.hf].dtype, made[pairing.hf].shape, ()))
+            for pairing in pairings[item.name]
+            for box in paired_boxes(tree.canonical, pairing, whole, contiguous_strides(made[pairing.hf].shape))
+        )
+        dtypes = {source.dtype for source in sources.values()}
+        if len(dtypes) != 1:
+            raise refuse(f"{item.name}: its parts have the dtypes {', '.join(sorted(dtypes))}", str(tree.path), "run hf2ms again")
+        yield joined(TargetTensor(item.name, dtypes.pop(), item.shape, copies, item.name), made)
 
 
 def _slice_copies(tree: RankTree, item: ParameterOfModel) -> Iterator[StridedCopy]:

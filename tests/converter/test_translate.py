@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
 
+from converter.canonical import parameters_of_source, parameters_of_tree
+from converter.hf_folder import read_hf_folder
+from converter.rank_tree import read_rank_tree
+from converter.source_model import understand
 from tests.conftest import TinyFolder
 from tests.converter.command_line import assert_same_folder, assert_same_tensors, done, refused, same_bits, tensors_of
 from tests.converter.test_foreign import by_hand, write_ranks
@@ -58,6 +63,18 @@ def test_a_translation_is_what_hf2ms_makes(route: str, tiny_folder: TinyFolder, 
     done("ms2hf", tmp_path / "second", "-o", tmp_path / "back")
     assert_same_folder(source, tmp_path / "back")
     done("verify", source, tmp_path / "second")
+
+
+@pytest.mark.parametrize(("variant", "target"), [("qwen2", "mindformers@2.0-contiguous"), ("gpt2", "mindformers-legacy@1.3")])
+def test_the_bundled_model_gets_canonical_parameters_of_a_tree_in_other_names(
+    variant: str, target: str, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    source = tiny_folder(variant)
+    done("hf2ms", source, "-o", tmp_path / "tree", "--tp", 2, "--pp", 2, "--target", target)
+    found = dict(parameters_of_tree(read_rank_tree(tmp_path / "tree")))
+    expected = dict(parameters_of_source(understand(read_hf_folder(source))))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("disk", ["unified", "mindformers2"])
