@@ -197,7 +197,9 @@ def _what_to_do(folder: Path) -> str:
         return "hf2ms makes a rank tree of it; `verify` takes the Hugging Face folder first"
     if (folder.parent / MANIFEST).exists():
         return f"give the folder of the whole tree, {folder.parent}"
-    return "if hf2ms was stopped, run the same command again; it continues"
+    return (
+        "for a checkpoint of MindFormers say --from DIALECT --config FILE; if hf2ms was stopped, run the same command again: it continues"
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:

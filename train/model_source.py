@@ -45,7 +45,7 @@ def read_model_source(settings: ModelSettings) -> ModelSource:
             raise refuse(
                 f"a rank tree in the names of {manifest.target.dialect}, which the bundled model does not have",
                 f"model.path: {path}",
-                "ms-convert translate PATH --target ms-convert -o SLICES",
+                f"ms-convert translate {path} --target ms-convert -o SLICES",
             )
         return ModelSource(path, manifest.model, manifest=manifest)
     if not (path / "config.json").is_file():

@@ -225,6 +225,11 @@ def test_the_version_in_a_manifest_counts(tiny_folder: TinyFolder, tmp_path: Pat
     assert_same_tensors(source, tmp_path / "back")
 
 
+def test_without_from_a_checkpoint_that_has_no_manifest_is_refused_with_the_way(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    write_ranks(tmp_path / "run", by_hand(tiny_folder("qwen2"), "qwen2", "mindformers@2.0", 1), tp=1)
+    assert "--from DIALECT --config FILE" in refused("ms2hf", tmp_path / "run", "-o", tmp_path / "back")
+
+
 def test_options_that_belong_together(tmp_path: Path) -> None:
     assert ms_convert("ms2hf", tmp_path, "-o", tmp_path / "x", "--config", tmp_path).code == 2
     assert ms_convert("ms2hf", tmp_path, "-o", tmp_path / "x", "--from", "mindformers").code == 2

@@ -232,3 +232,12 @@ def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
 def test_checking_a_config_imports_no_framework(tmp_path: Path) -> None:
     program = "import sys, train.run, train.launch, train.msrun; sys.exit(bool({'mindspore', 'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_slices_in_other_names_than_the_bundled_models_are_refused(tmp_path: Path, tiny_folder: TinyFolder) -> None:
+    from converter.hf2ms import RankTreeOptions, convert, plan_conversion
+
+    convert(plan_conversion(tiny_folder("llama-gqa"), RankTreeOptions(target="mindformers")), tmp_path / "slices")
+    with pytest.raises(Refused, match="in the names of mindformers") as caught:
+        read_model_source(config_with(tmp_path, model__path=str(tmp_path / "slices")).model)
+    assert "translate" in caught.value.problems[0].mend
