@@ -45,6 +45,7 @@ def compose(expansion: Expansion, dialect: Dialect | None, cutting: Cutting, fam
     """
     if dialect is None:
         return expansion
+    _check_sizes(expansion, dialect, family)
     tensors = {ms: (tensor, label) for tensor in dialect.tensors(family) for label, ms in tensor.ms}
     used = _used(expansion, tensors, dialect, family)
     cut = {tensor.name: _cut(tensor, expansion, cutting) for tensor in used}
@@ -66,6 +67,18 @@ def compose(expansion: Expansion, dialect: Dialect | None, cutting: Cutting, fam
             parameter = cut[tensor.name]
             composed.parameters[name] = ParameterOfModel(name, parameter, parameter.axes.shape(sizes), item.layer)
     return composed
+
+
+def _check_sizes(expansion: Expansion, dialect: Dialect, family: str) -> None:
+    """Raises Refused for a model whose sizes the dialect's network cannot have."""
+    problems = []
+    for atom, axes in dialect.network(family).sizes:
+        size, needed = expansion.sizes[atom], math.prod(axes.shape(expansion.sizes))
+        if size != needed:
+            meaning = " x ".join(f"{name} ({expansion.sizes[name]})" for name in axes.atoms())
+            problems.append(Problem(f"its network has {atom} = {meaning}, this model has {atom} {size}", dialect.table.where))
+    if problems:
+        raise Refused(f"this model cannot be written as {dialect}", problems)
 
 
 def _used(

@@ -6,7 +6,8 @@ mappings/composition.py joins the two. A table has
     pads_vocabulary, shares_kv_heads                 whether its networks can be cut where tp does not divide vocabulary or KV heads
     [versions]                                       each layout version, and what it is
     [[not_weights]]                                  names (`name`, or `prefix`) beside the weights in its checkpoints, and `why`
-    [[network]]                                      a network: its families, those `by_analogy`, the `source` of the facts, its versions
+    [[network]]                                      a network: its families, those `by_analogy`, the `source` of the facts, its versions,
+                                                     and `sizes` = { hidden = "heads head_dim" } that it takes for granted
     [[network.tensor]]                               name = the canonical parameter(s) `ms`, laid out as `axes`
 """
 
@@ -27,7 +28,7 @@ from mappings.table_reader import KNOWN_ATOMS, TableReader, parse_toml
 
 CANONICAL = "ms-convert"
 KEYS = {"dialect", "description", "default", "pads_vocabulary", "shares_kv_heads", "versions", "not_weights", "network"}
-NETWORK_KEYS = {"families", "by_analogy", "source", "versions", "tensor"}
+NETWORK_KEYS = {"families", "by_analogy", "source", "versions", "sizes", "tensor"}
 TENSOR_KEYS = {"name", "ms", "axes", "versions", "cut", "uneven"}
 FIRST_OF = {"heads": "kv_heads"}
 """An axis may be cut by what the declared cut begins with: query heads by their KV groups."""
@@ -69,6 +70,7 @@ class Network:
     source: str
     versions: tuple[str, ...]
     tensors: tuple[DialectTensor, ...]
+    sizes: tuple[tuple[str, Axes], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,18 @@ class _DialectReader(TableReader):
         found = [self.tensor(item, versions, f"{place}, {str(item.get('name', '?'))[:100]}") for item in entries]
         tensors = tuple(tensor for tensor in found if tensor is not None)
         self.check_once(tensors, versions, place)
-        return Network(families, analogy, str(source), versions, tensors) if len(self.problems) == before else None
+        sizes = self.network_sizes(entry.get("sizes", {}), place)
+        return Network(families, analogy, str(source), versions, tensors, sizes) if len(self.problems) == before else None
+
+    def network_sizes(self, value: Any, place: str) -> tuple[tuple[str, Axes], ...]:
+        example = 'write sizes = { hidden = "heads head_dim" }'
+        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+            self.wrong("'sizes' is not a table of axes", example, place)
+            return ()
+        for atom in sorted(set(value) - KNOWN_ATOMS):
+            self.wrong(f"unknown axis {atom!r}", f"known: {', '.join(sorted(KNOWN_ATOMS))}", place)
+        read = {atom: self.axes(text, KNOWN_ATOMS, place, example) for atom, text in value.items()}
+        return tuple((atom, axes) for atom, axes in read.items() if axes is not None)
 
     def check_once(self, tensors: Collection[DialectTensor], versions: tuple[str, ...], place: str) -> None:
         for version in versions:

@@ -93,6 +93,7 @@ REFUSALS = {
     "version": ("llama-gqa", "mindformers@1.9", 1, ("no layout version '1.9'", "2.0, 2.0-contiguous")),
     "parameters": ("llama-bias", "mindformers", 1, ("layers.{0..3}.attention.o_proj.bias has no place in mindformers@2.0",)),
     "untied gpt2": ("gpt2-untied", "mindformers-legacy@1.3", 1, ("lm_head.weight has no place",)),
+    "head size": ("llama-head-dim", "mindformers-legacy", 1, ("hidden = heads (8) x head_dim (16), this model has hidden 64",)),
     "KV heads": ("llama-gqa-2", "mindformers-legacy", 4, ("2 KV heads cannot be divided among 4", "work for this model: 1, 2")),
     "vocabulary": ("gpt2-uneven-vocab", "mindformers-legacy@1.3", 2, ("embedding_table: a vocabulary of 199 cannot be divided",)),
 }
