@@ -6,10 +6,12 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from converter.layout import ParallelLayout, slice_of
+from converter.manifest import RANK
 from converter.memory import peak_memory
 from converter.plan import Plan
 from converter.source_model import SourceModel
 from converter.vocabulary import vocabulary_notes
+from mappings.composition import RANK_AXIS
 from mappings.dialect_table import CANONICAL, Dialect
 from mappings.names import fold_names
 
@@ -43,7 +45,7 @@ def conversion_facts(conversion: Conversion) -> dict[str, Any]:
         **fate_facts(source, conversion.whole.layout),
         "side_files": [side.name for side in folder.side_files],
         "left": [{"name": name, "why": why} for name, why in folder.left],
-        "notes": [*source.notes, *vocabulary_notes(source), *dialect_notes(source.dialect, source.table.family)],
+        "notes": [*source.notes, *vocabulary_notes(source), *dialect_notes(source.dialect, source.table.family), *_fused_notes(conversion)],
         "needs": _needs(conversion.mine.plan, conversion.options.workers, sum(side.size for side in folder.side_files)),
         "bytes_by_dtype": dtype_bytes(conversion.mine.plan),
     }
@@ -118,6 +120,16 @@ def _alike(dialect: Dialect | None, family: str) -> list[str]:
     if dialect is None or not alike:
         return []
     return [f"read as layout version {dialect.version}; {', '.join(alike)} would have the same names and shapes, and other contents"]
+
+
+def _fused_notes(conversion: Conversion) -> list[str]:
+    """What is put together within each rank, and so is right for that many ranks only, where the files may be cut anew."""
+    expansion = conversion.source.expansion
+    tp = expansion.sizes.get(RANK_AXIS, 1)
+    fused = [item.name for item in expansion.parameters.values() if item.parameter.cut == RANK_AXIS]
+    if conversion.options.disk == RANK or tp == 1 or not fused:
+        return []
+    return [f"fused within each of {tp} tensor-parallel ranks, so not to be cut for another tp: {', '.join(fold_names(fused))}"]
 
 
 def dtype_bytes(plan: Plan) -> dict[str, int]:

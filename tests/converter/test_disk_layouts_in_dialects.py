@@ -48,3 +48,11 @@ def test_mindspore_cuts_a_unified_folder_of_mindformers_names(variant: str, targ
     ours = convert(source, tmp_path / "ours", "rank", *CUT, "--target", target)
     for rank in range(4):
         assert_equal(rank_tensors(tmp_path / "theirs", rank), rank_tensors(ours, rank))
+
+
+@pytest.mark.parametrize(("target", "told"), [("mindformers@2.0", False), ("mindformers@2.0-contiguous", True)])
+def test_a_plan_says_what_no_other_number_of_ranks_may_cut(target: str, told: bool, tiny_folder: TinyFolder) -> None:
+    command = ("hf2ms", tiny_folder("qwen3"), "--dry-run", "--json", "--target", target, "--layout", "unified")
+    notes = done(*command, "--tp", 2).facts["notes"]
+    assert any("not to be cut for another tp" in note and "linear_qkv" in note for note in notes) is told
+    assert not any("another tp" in note for note in done(*command).facts["notes"])

@@ -1,6 +1,6 @@
-"""What MindFormers 2.x itself writes as `metadata.json` for a few parameters of tp 2 x dp 2 x pp 2: `python -m tests.oracle.generate_metadata_2_0 FILE`.
+"""What MindFormers 2.x itself writes as `metadata.json` for a few parameters of tp 2 x dp 2 x pp 2.
 
-Run where mindformers 2.0 or 2.1 is installed; both write the same.
+`python -m tests.oracle.generate_metadata_2_0 FILE`, where mindformers 2.0 or 2.1 is installed; both write the same.
 """
 
 from __future__ import annotations
