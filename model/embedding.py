@@ -39,13 +39,17 @@ class VocabParallelEmbedding(Embedding):
         self.reduce = parallel.reduce()
         self.cast = ops.Cast()
 
-    def construct(self, ids: Tensor) -> Tensor:
-        """ids [batch, seq] integers in [0, rows of all ranks) -> [batch, seq, hidden]."""
+    def construct(self, ids: Tensor, table: Tensor | None = None) -> Tensor:
+        """ids [batch, seq] integers in [0, rows of all ranks) -> [batch, seq, hidden]. `table`: the embedding's, in the compute type, where
+        it was cast already.
+        """
+        if table is None:
+            table = self.embedding_table
         if not self.divided:
-            return self.lookup(self.embedding_table, ids)
+            return self.lookup(table, ids)
         own = ids - self.first_row
         here = ops.logical_and(own >= 0, own < self.rows)
-        found = self.lookup(self.embedding_table, own * self.cast(here, ms.int32))
+        found = self.lookup(table, own * self.cast(here, ms.int32))
         return self.reduce(found * ops.expand_dims(self.cast(here, found.dtype), -1))
 
 
@@ -81,9 +85,9 @@ class TransformerEmbedding(nn.Cell):
         self.add_types = ops.Add()
         self.add_positions = ops.Add()
 
-    def construct(self, ids: Tensor, token_types: Tensor | None = None) -> Tensor:
-        """ids, token_types [batch, seq] integers -> [batch, seq, hidden]. No token types means type 0."""
-        x = self.tokens(ids)
+    def construct(self, ids: Tensor, token_types: Tensor | None = None, table: Tensor | None = None) -> Tensor:
+        """ids, token_types [batch, seq] integers -> [batch, seq, hidden]. No token types means type 0; `table` goes to `tokens`."""
+        x = self.tokens(ids, table)
         if self.token_types is not None:
             x = self.add_types(x, self.token_types(ops.zeros_like(ids) if token_types is None else token_types))
         if self.positions is not None:

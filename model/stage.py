@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from mappings.errors import Refused
 from model.build import unsupported
@@ -60,6 +60,7 @@ class DecoderStage(nn.Cell):
         self.lm_head: Any = VocabParallelHead(local, has_bias=False, precision=precision, parallel=parallel) if stage.last else None
         self.cross_entropy: Any = VocabParallelCrossEntropy(local, parallel) if stage.last else None
         self.tied = config.tied
+        self.cast = ops.Cast()
 
     def construct(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """The first stage: x [batch, seq] ids; the others: x [batch, seq, hidden]. The last stage needs labels [batch, seq] int32: the
@@ -71,13 +72,16 @@ class DecoderStage(nn.Cell):
         cos, sin = None, None
         if self.rotary is not None:
             cos, sin = self.rotary(x.shape[1])
+        table = None
+        if self.tied and self.last:
+            # Cast once for both its uses: their gradients are added in the compute type, and a CPU adds no bfloat16
+            table = self.cast(self.embedding.tokens.embedding_table, self.compute_type)
         if self.first:
-            x = self.embedding(x)
+            x = self.embedding(x, None, table)
         for layer in self.layers:
             x = layer(x, cos, sin)
         if not self.last:
             return x
-        table = self.embedding.tokens.embedding_table if self.tied else None
         return self.cross_entropy(self.lm_head(self.final_norm(x), table), labels)
 
 

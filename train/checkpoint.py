@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
@@ -39,7 +38,6 @@ from converter.manifest import (
     RankFileRecord,
     SourceRecord,
     TensorRecord,
-    read_manifest,
     write_atomically,
     write_manifest,
     write_whole,
@@ -55,14 +53,21 @@ from train.loss_scale import LossScale
 from train.slice_files import Array, read_arrays, record_of, write_arrays
 from train.start import Start
 from train.step import Trainer
-from train.training_state import STATE_VERSION, Progress, StateFileRecord, TrainingState, read_state, write_state
+from train.training_state import (
+    CHECKPOINT_NAME,
+    LATEST,
+    STATE_VERSION,
+    Progress,
+    StateFileRecord,
+    TrainingState,
+    read_state,
+    write_state,
+)
 
-LATEST = "latest"
 PARTIAL = ".partial"
 RECORDS = "records"
 MAX_RECORD_BYTES = 64 << 20
 KEPT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_NAME = re.compile(r"step_[0-9]{8,}")
 
 
 @dataclass(frozen=True)
@@ -220,30 +225,15 @@ def _check_replicas(start: Start, records: Sequence[RankRecord]) -> None:
 
 def _remove_old(folder: Path, keep: int, newest: Path) -> None:
     """Remove all but the newest `keep` finished checkpoints, and what killed runs left half-written."""
-    names = sorted(path.name for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    names = sorted(path.name for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name))
     for name in names[:-keep] if keep else []:
         if name != newest.name:
             # A checkpoint without its manifest is none: so it goes first, lest a kill leave half of one that looks finished
             (folder / name / "manifest.json").unlink(missing_ok=True)
             shutil.rmtree(folder / name)
     for path in folder.iterdir():
-        if path.name.endswith(PARTIAL) and _NAME.fullmatch(path.name.removesuffix(PARTIAL)):
+        if path.name.endswith(PARTIAL) and CHECKPOINT_NAME.fullmatch(path.name.removesuffix(PARTIAL)):
             shutil.rmtree(path)
-
-
-def latest_checkpoint(folder: Path) -> Path:
-    """The checkpoint that `latest` names. Raises Refused when there is none, or it is not whole."""
-    tracker = folder / LATEST
-    if not tracker.is_file():
-        raise refuse("no checkpoint to resume from", str(folder), "start without --resume, or mend checkpoint.folder")
-    with open(tracker, encoding="utf-8", errors="replace") as file:
-        name = file.read(80).strip()
-    if not _NAME.fullmatch(name):
-        raise refuse("does not name a checkpoint", str(tracker), "write the name of a whole one, step_00000010 for example")
-    if not (folder / name).is_dir():
-        raise refuse(f"names {name}, which is not there", str(tracker), "write the name of a whole one, step_00000010 for example")
-    read_manifest(folder / name)
-    return folder / name
 
 
 def resume(trainer: Trainer, checkpoint: Path) -> TrainingState:

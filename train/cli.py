@@ -38,6 +38,9 @@ SHORTCUTS = {"resume": "checkpoint.resume=true", "profile": "watch.profile=true"
 def config_argument(command: F) -> F:
     """The config file, and what takes the place of its values: `_all_overrides` gathers them."""
     for option in (
+        click.option(
+            "--check-start", metavar="HF_FOLDER", help="Before the first step, compare the loss with Transformers' (watch.check_start)."
+        ),
         click.option("--profile", is_flag=True, help=f"Wrap the run in mindspore.Profiler ({SHORTCUTS['profile']})."),
         click.option("--pynative", is_flag=True, help=f"Run operator by operator, to debug ({SHORTCUTS['pynative']})."),
         click.option("--resume", is_flag=True, help=f"Go on from the newest checkpoint ({SHORTCUTS['resume']})."),
@@ -60,7 +63,7 @@ def _all_overrides(overrides: tuple[str, ...], flags: dict[str, Any]) -> tuple[s
 
 OPTION_TABLES = {
     "tp": "parallel", "pp": "parallel", "dp": "parallel", "nnodes": "launch", "node_rank": "launch", "master_addr": "launch",
-    "master_port": "launch", "device": "launch",
+    "master_port": "launch", "device": "launch", "check_start": "watch",
 }  # fmt: skip
 
 
@@ -87,6 +90,7 @@ def run(config: str, overrides: tuple[str, ...], **flags: Any) -> int:
 \b
 Examples:
   ms-train launch --tp 2 --pp 2 --dp 1 config.toml
+  ms-train launch --tp 2 --pp 2 config.toml --check-start ./Llama-3.1-8B
   ms-train launch --tp 8 --pp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 config.toml    (host 0)
   ms-train launch --tp 8 --pp 2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 config.toml    (host 1)
 """,

@@ -129,6 +129,10 @@ class WatchSettings:
     validation_batches: int = setting("global batches of one validation; 0: the whole validation set", 0, low=0, high=1 << 40)
     tensorboard: bool = setting("write TensorBoard's files, if tensorboardX or torch.utils.tensorboard is installed", True)
     profile: bool = setting("wrap the run in mindspore.Profiler", False)
+    check_start: str | None = setting(
+        "a Hugging Face folder; a fresh run must have the loss that Transformers has on the first batch (--check-start)",
+        None,
+    )
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class LaunchSettings:
     )
     cluster_timeout: int = setting("seconds that the ranks wait for each other to start", 600, low=1, high=1 << 20)
     node_timeout: int | None = setting(
-        "MS_NODE_TIMEOUT in seconds; left out: 900 for more than 128 ranks, else MindSpore's own", None, low=1, high=1 << 20
+        "MS_NODE_TIMEOUT in seconds; left out: the environment's, else 900 for more than 128 ranks, 600 on CPUs", None, low=1, high=1 << 20
     )
     log_folder: str = setting("logs of the ranks, a sub-folder for each launch", "logs")
     hccl_connect_timeout: int | None = setting("HCCL_CONNECT_TIMEOUT in seconds", None, low=120, high=7200)

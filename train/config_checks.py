@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def check(config: TrainConfig, model: ModelConfig, ranks: int | None) -> list[Pr
     """What does not fit. `ranks` is the number of processes that were started; None before they are."""
     found = chain(
         _ranks(config, ranks), _tensor_parallel(config, model), _pipeline(config, model), _vocabulary(config, model), _batch(config),
-        _schedule(config), _model(config, model), _folders(config), _precision(config), _hosts(config),
+        _schedule(config), _model(config, model), _folders(config), _precision(config), _hosts(config), _check_start(config),
     )  # fmt: skip
     return list(found)
 
@@ -139,6 +140,17 @@ def _hosts(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("has no effect without hccl_socket_ifname", "launch.hccl_socket_family", "give both or none")
 
 
+def _check_start(config: TrainConfig) -> Iterator[Problem]:
+    if config.watch.check_start is None:
+        return
+    where = f"watch.check_start: {config.watch.check_start}"
+    if not (Path(config.watch.check_start) / "config.json").is_file():
+        yield Problem("there is no config.json", where, "give the Hugging Face folder that the weights came from")
+    lacking = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if lacking:
+        yield Problem(f"{' and '.join(lacking)} cannot be imported", where, "pip install 'ms-convert[hf]'")
+
+
 def _data(config: TrainConfig, model: ModelConfig, index: DataIndex, setting: str) -> Iterator[Problem]:
     path = config.data.path if setting == "data.path" else config.data.validation_path
     where = f"{setting}: {path}"
@@ -149,9 +161,11 @@ def _data(config: TrainConfig, model: ModelConfig, index: DataIndex, setting: st
     if wanted is None and index.seq_length > model.max_positions:
         mend = f"prepare it with --seq-length {model.max_positions} or less"
         yield Problem(f"has sequences of {index.seq_length} tokens, the model has {model.max_positions} positions", where, mend)
+    mend = "prepare it with the model's own tokenizer"
     if index.largest_id >= model.vocab:
-        mend = "prepare it with the model's own tokenizer"
         yield Problem(f"holds the token id {index.largest_id}, the model's vocabulary ends at {model.vocab - 1}", where, mend)
+    elif index.vocabulary > model.vocab:
+        yield Problem(f"was prepared with a vocabulary of {index.vocabulary}, the model's has {model.vocab}", where, mend)
     if index.sequences < config.train.global_batch:
         mend = "use a smaller train.global_batch, shorter sequences or more text"
         yield Problem(f"has {index.sequences} sequences, fewer than one global batch of {config.train.global_batch}", where, mend)

@@ -84,7 +84,7 @@ class SynchronizedGradients(nn.Cell):
         self.sum_data = FlatSum(groups.data, weights, range(len(weights)))
         self.sum_model = GroupSum(groups.model)
         self.owned = tuple(owned)
-        self.square_sum = ops.ReduceSum()
+        self.sum = ops.ReduceSum()
 
     def construct(self, gradients: tuple[Tensor, ...], factor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Gradients of this rank and the factor that makes their sum a mean and takes the loss scale out
@@ -97,6 +97,6 @@ class SynchronizedGradients(nn.Cell):
         squared = ops.zeros((), ms.float32)
         for index in range(len(wide)):
             if self.owned[index]:
-                scaled = wide[index] * factor
-                squared = squared + self.square_sum(scaled * scaled)
-        return wide, ops.sqrt(self.sum_model(ops.depend(squared, wide)))
+                # Rows first: a CPU sums over all axes at once with one thread, eight times slower
+                squared = squared + self.sum(self.sum(wide[index] * wide[index], -1))
+        return wide, ops.sqrt(self.sum_model(ops.depend(squared, wide))) * factor

@@ -14,6 +14,9 @@ from mappings.errors import refuse
 from train.config import LaunchSettings, TrainConfig
 
 MANY_RANKS = 128
+CPU_NODE_TIMEOUT = 600
+"""A rank that compiles on a busy CPU sends no heartbeat for longer than MindSpore's 30 s, after which it would count as dead."""
+MANY_RANKS_NODE_TIMEOUT = 900
 PORT_OF_SEVERAL_HOSTS = 8118
 HCCL_SETTINGS = (
     "hccl_connect_timeout", "hccl_exec_timeout", "hccl_rdma_timeout", "hccl_if_base_port", "hccl_buffsize", "hccl_socket_ifname",
@@ -107,8 +110,9 @@ def _environment(config: TrainConfig, local_ranks: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "GLOG_v": os.environ.get("GLOG_v", "3"),  # noqa: SIM112 (MindSpore's spelling)
     }
-    if settings.node_timeout is not None or config.ranks > MANY_RANKS:
-        found["MS_NODE_TIMEOUT"] = str(settings.node_timeout or 900)
+    node_timeout = _node_timeout(config)
+    if node_timeout is not None:
+        found["MS_NODE_TIMEOUT"] = node_timeout
     if settings.device == "cpu":
         found["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // local_ranks))
         return found
@@ -119,6 +123,18 @@ def _environment(config: TrainConfig, local_ranks: int) -> dict[str, str]:
     if settings.hccl_deterministic:
         found["HCCL_DETERMINISTIC"] = "true"
     return found
+
+
+def _node_timeout(config: TrainConfig) -> str | None:
+    """MS_NODE_TIMEOUT: as the config says, or else as the user's environment does; None leaves MindSpore's own."""
+    given = config.launch.node_timeout
+    if given is not None:
+        return str(given)
+    if "MS_NODE_TIMEOUT" in os.environ:
+        return os.environ["MS_NODE_TIMEOUT"]
+    if config.ranks > MANY_RANKS:
+        return str(MANY_RANKS_NODE_TIMEOUT)
+    return str(CPU_NODE_TIMEOUT) if config.launch.device == "cpu" else None
 
 
 def _python_name() -> str:

@@ -16,11 +16,12 @@ from mindspore.communication import get_group_size, get_rank, init
 
 from mappings.errors import Refused
 from model.config import ModelConfig
-from train.checkpoint import latest_checkpoint, resume, save_checkpoint
+from train.checkpoint import resume, save_checkpoint
 from train.communication import check_rank, make_groups
 from train.config import ModelSettings, TrainConfig
 from train.data_index import read_index
 from train.dropout import attach_dropout
+from train.first_loss import check_start, note_on_first_loss
 from train.loader import SequenceLoader, open_loader, validation_batches
 from train.loss_scale import LossScale
 from train.metrics import StepMetrics
@@ -29,7 +30,7 @@ from train.optimizer import AdamWSettings
 from train.schedule import learning_rate
 from train.start import Start, read_start
 from train.step import StepSettings, Trainer, labels_of
-from train.training_state import Progress, Schedule, differences
+from train.training_state import Progress, Schedule, differences, latest_checkpoint
 from train.watch import Watch, profiled
 
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM
@@ -49,6 +50,7 @@ def run(config: TrainConfig) -> int:
     with _asked_to_stop() as asked:
         run_of_rank = _prepare(config, rank, ranks)
         try:
+            check_start(config, run_of_rank.trainer, run_of_rank.watch, run_of_rank.progress.step)
             with profiled(config, rank):
                 stopped = _train(run_of_rank, asked)
         finally:
@@ -182,7 +184,13 @@ def _one_step(run_of_rank: _Run, asked: bool) -> bool:
         progress.step, result.loss, result.norm, rate, result.tokens, time.perf_counter() - began, offset,
         scale.scale if scale.dynamic else None, result.overflow, result.culprits,
     )  # fmt: skip
-    run_of_rank.watch.step(metrics, batch)
+    try:
+        run_of_rank.watch.step(metrics, batch)
+    except Refused:
+        trainer.wait_for_all()  # when the first rank fails the launcher ends the others, which are to have saved their batches too
+        raise
+    if progress.step == 0:
+        note_on_first_loss(run_of_rank.watch, result.loss, trainer.start.model.vocab)
     run_of_rank.progress = replace(progress, step=progress.step + 1, sample_offset=offset)
     return result.stop
 

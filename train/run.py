@@ -13,15 +13,17 @@ import click
 from rich.table import Table
 
 from converter.display import console, duration, printable, progress, size
+from converter.rank_tree import read_rank_tree
 from converter.records import encode
 from mappings.errors import Problem, Refused
-from train.config import TrainConfig, load_config
+from train.config import ModelSettings, TrainConfig, load_config
 from train.config_checks import check, check_data
 from train.data_index import DataIndex, read_index
 from train.model_source import check_layout, read_model_source
 from train.processes import end_with_parent
 from train.settings import describe
 from train.tokenizer import load_tokenizer
+from train.training_state import latest_checkpoint, read_state
 
 
 def load_checked(path: Path, overrides: Sequence[str], ranks: int | None) -> TrainConfig:
@@ -32,6 +34,8 @@ def load_checked(path: Path, overrides: Sequence[str], ranks: int | None) -> Tra
     config = load_config(path, overrides)
     source = read_model_source(config.model)
     problems = [*check(config, source.config, ranks), *check_layout(source, config.parallel)]
+    if ranks is None:
+        problems += _check_files(config)
     for setting, folder in (("data.path", config.data.path), ("data.validation_path", config.data.validation_path)):
         if folder is not None:
             try:
@@ -41,6 +45,23 @@ def load_checked(path: Path, overrides: Sequence[str], ranks: int | None) -> Tra
     if problems:
         raise Refused(f"{path.name} does not fit", problems)
     return config
+
+
+def _check_files(config: TrainConfig) -> list[Problem]:
+    """What is wrong with the rank tree or checkpoint that the ranks will start from: said once and at once, where each would say it."""
+    try:
+        checkpoint = latest_checkpoint(Path(config.checkpoint.folder)) if config.checkpoint.resume else None
+        path = Path(config.model.path) if checkpoint is None else checkpoint
+        source = read_model_source(ModelSettings(str(path), config.model.rules, config.model.tie_embeddings))
+        if source.manifest is None:
+            return []
+        problems = [] if checkpoint is None else list(check_layout(source, config.parallel))
+        read_rank_tree(path)
+        if checkpoint is not None:
+            read_state(checkpoint, source.manifest.run)
+    except Refused as refused:
+        return list(refused.problems) or [Problem(refused.title)]
+    return problems
 
 
 def notes_on(config: TrainConfig) -> Iterator[str]:

@@ -1,8 +1,11 @@
-"""`training.json` of a checkpoint: where the run stood, and its optimizer files. The weights are the manifest's, as in any rank tree."""
+"""Which checkpoint is the newest, and its `training.json`: where the run stood, and its optimizer files. The weights are the manifest's, as
+in any rank tree. No framework is imported.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -10,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from converter.hf_folder import check_inside, read_json_object
-from converter.manifest import TensorRecord, is_plain_relative, write_atomically
+from converter.manifest import TensorRecord, is_plain_relative, read_manifest, write_atomically
 from converter.records import RecordError, decode, encode
 from mappings.errors import Problem, Refused, refuse
 from train.config import TrainConfig
 
 TRAINING = "training.json"
+LATEST = "latest"
+CHECKPOINT_NAME = re.compile(r"step_[0-9]{8,}")
 STATE_VERSION = 1
 MAX_BYTES = 512 << 20
 MAX_PROBLEMS = 20
@@ -91,6 +96,21 @@ class TrainingState:
     dp: int
     format: str
     files: tuple[StateFileRecord, ...]
+
+
+def latest_checkpoint(folder: Path) -> Path:
+    """The checkpoint that `latest` names. Raises Refused when there is none, or it is not whole."""
+    tracker = folder / LATEST
+    if not tracker.is_file():
+        raise refuse("no checkpoint to resume from", str(folder), "start without --resume, or mend checkpoint.folder")
+    with open(tracker, encoding="utf-8", errors="replace") as file:
+        name = file.read(80).strip()
+    if not CHECKPOINT_NAME.fullmatch(name):
+        raise refuse("does not name a checkpoint", str(tracker), "write the name of a whole one, step_00000010 for example")
+    if not (folder / name).is_dir():
+        raise refuse(f"names {name}, which is not there", str(tracker), "write the name of a whole one, step_00000010 for example")
+    read_manifest(folder / name)
+    return folder / name
 
 
 def write_state(folder: Path, state: TrainingState) -> None:

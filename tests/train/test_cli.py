@@ -101,7 +101,8 @@ def test_what_cannot_be_prepared_is_refused_in_one_screen(tmp_path: Path, corpus
     assert ms_train("prepare-data").code == 2
 
 
-def test_launch_shows_what_it_would_start(config: Path) -> None:
+def test_launch_shows_what_it_would_start(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_check_files", lambda config: [])  # there is no checkpoint to resume from
     ran = ms_train("launch", "--tp", 2, "--pp", 2, "--dp", 2, config, "--set", "train.steps=3", "--resume", "--pynative", "--dry-run")
     assert ran.code == 0, ran.err
     assert "8 rank(s)  tp 2 x pp 2 x dp 2" in ran.out

@@ -190,6 +190,7 @@ def test_one_process_is_told_to_launch(tmp_path: Path) -> None:
     ("change", "values", "words"),
     [
         ({"largest_id": 1000, "vocabulary": 1001}, {}, "token id 1000"),
+        ({"vocabulary": 1001}, {}, "vocabulary of 1001, the model's has 1000"),
         ({"seq_length": 129}, {}, "128 positions"),
         ({}, {"data__seq_length": 32}, "data.seq_length is 32"),
         ({"sequences": 7}, {}, "7 sequences"),

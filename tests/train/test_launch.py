@@ -158,9 +158,15 @@ def test_hccl_variables_are_for_ascend_only(tmp_path: Path, monkeypatch: pytest.
     assert "OMP_NUM_THREADS" not in on_ascend
 
 
-def test_many_ranks_wait_longer_for_each_other(tmp_path: Path) -> None:
-    assert planned(tmp_path, "succeed", parallel__dp=65, train__global_batch=65).environment["MS_NODE_TIMEOUT"] == "900"
-    assert "MS_NODE_TIMEOUT" not in planned(tmp_path, "succeed").environment
+def test_ranks_that_are_busy_or_many_are_not_soon_thought_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timeout(**values: Any) -> str | None:
+        return planned(tmp_path, "succeed", **values).environment.get("MS_NODE_TIMEOUT")
+
+    monkeypatch.delenv("MS_NODE_TIMEOUT", raising=False)
+    assert timeout(parallel__dp=65, train__global_batch=65, launch__device="ascend") == "900"
+    assert timeout() == "600" and timeout(launch__device="ascend") is None and timeout(launch__node_timeout=77) == "77"
+    monkeypatch.setenv("MS_NODE_TIMEOUT", "45")
+    assert timeout() == "45" and timeout(launch__node_timeout=77) == "77"
 
 
 def test_an_address_that_nobody_knows_is_refused(tmp_path: Path) -> None:

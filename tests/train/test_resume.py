@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,40 +16,12 @@ from safetensors.numpy import load_file
 
 from mappings.errors import Refused
 from tests.tiny_models import save_tiny
-from tests.train.corpora import random_texts, save_tokenizer, write_jsonl
+from tests.train.corpora import random_texts, save_tokenizer
+from tests.train.running import STEPS, finish, losses, prepare, settings, start
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-STEPS, HALF = 20, 10
-
-
-def settings(folder: Path, name: str, **changes: Any) -> list[str]:
-    """`--set` options of a run with its own folders below `folder`/`name`: dropout, divided optimizer state, two micro-batches."""
-    values = {
-        "model.path": folder / "model", "data.path": folder / "data", "train.steps": STEPS, "train.global_batch": 8, "train.dropout": 0.1,
-        "train.seed": 7, "parallel.micro_batches": 2, "parallel.optimizer_sharding": True, "optimizer.warmup_steps": 3,
-        "optimizer.learning_rate": 1e-3, "checkpoint.folder": folder / name / "checkpoints", "checkpoint.every": HALF, "checkpoint.keep": 0,
-        "watch.folder": folder / name / "watch", "watch.tensorboard": False, "launch.log_folder": folder / name / "logs",
-    } | {key.replace("__", "."): value for key, value in changes.items()}  # fmt: skip
-    return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value, default=str)}")]
-
-
-def start(command: str, options: list[str], folder: Path, *flags: str) -> subprocess.Popen[str]:
-    """ms-train in a process group of its own."""
-    (folder / "empty.toml").write_text("", encoding="utf-8")
-    words = [sys.executable, "-m", "train.cli", command, *flags, *options, str(folder / "empty.toml")]
-    return subprocess.Popen(
-        words, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    """Wait for the end. Raises AssertionError for another exit code."""
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == code, output[-4000:]
-    return output
+HALF = STEPS // 2
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +30,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     save_tiny(folder / "model", "gpt2", n_layer=2, vocab_size=512)
     save_tokenizer(folder / "tokenizer")
-    texts = write_jsonl(folder / "texts.jsonl", random_texts(200))
-    words = [
-        "prepare-data",
-        "--tokenizer",
-        str(folder / "tokenizer"),
-        "--input",
-        str(texts),
-        "--seq-length",
-        "16",
-        "-o",
-        str(folder / "data"),
-    ]
-    subprocess.run([sys.executable, "-m", "train.cli", *words], cwd=ROOT, check=True, capture_output=True)
+    prepare(folder, random_texts(200))
     return folder
 
 
@@ -83,11 +41,6 @@ def tensors(checkpoint: Path) -> dict[str, np.ndarray[Any, Any]]:
         for path in checkpoint.rglob("*.safetensors")
         for name, value in load_file(path).items()
     }
-
-
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "watch" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["loss"] for line in lines]
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:

@@ -43,11 +43,15 @@ class Case:
     parameters: FloatType = "float32"
     compute: FloatType = "float32"
     loss_scale: float | None = None
+    recompute_every: int = 0
+    pynative: bool = False
     save: str | None = None
 
 
 def run(case: Case, rank: int) -> dict[str, Any]:
     """Train on this rank. -> losses, norms and seconds of each step."""
+    import mindspore as ms
+
     from train.communication import make_groups
     from train.config import ModelSettings, ParallelSettings
     from train.loss_scale import LossScale
@@ -56,14 +60,16 @@ def run(case: Case, rank: int) -> dict[str, Any]:
     from train.start import read_start
     from train.step import StepSettings, Trainer, labels_of
 
+    ms.set_context(mode=ms.PYNATIVE_MODE if case.pynative else ms.GRAPH_MODE)
     parallel = ParallelSettings(case.tp, case.pp, case.dp, case.micro_batches, optimizer_sharding=case.optimizer_sharding)
     start = read_start(read_model_source(ModelSettings(case.model)), parallel)
     start = replace(start, model=replace(start.model, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0))
     groups = make_groups(start.layout, rank, start.model.kv_heads)
     scale = LossScale() if case.loss_scale is None else LossScale(case.loss_scale, window=1000, dynamic=True)
     settings = StepSettings(
-        case.micro_batches, case.clip_norm, AdamWSettings(decay=case.decay), case.optimizer_sharding, case.parameters, case.compute
-    )
+        case.micro_batches, case.clip_norm, AdamWSettings(decay=case.decay), case.optimizer_sharding, case.parameters, case.compute,
+        case.recompute_every,
+    )  # fmt: skip
     trainer = Trainer(start, groups, settings, scale)
     rows = np.load(case.rows)
     masks = np.load(case.mask) if case.mask else None
@@ -93,7 +99,6 @@ def main(cases: Path, output: Path) -> None:
     import mindspore as ms
     from mindspore.communication import get_rank, init
 
-    ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
     rank = 0
     if "MS_WORKER_NUM" in os.environ:
