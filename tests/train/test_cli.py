@@ -160,6 +160,16 @@ def test_one_process_is_not_enough_for_two_ranks(config: Path) -> None:
     assert ran.code == 1 and "= 2 ranks, but 1 runs" in ran.err and "ms-train launch" in ran.err
 
 
+def test_a_checkpoint_that_is_not_there_or_not_whole_is_refused_before_a_rank_starts(config: Path, tmp_path: Path) -> None:
+    ran = ms_train("launch", "--tp", 2, config, "--resume")
+    assert ran.code == 1 and "no checkpoint to resume from" in ran.err
+    (tmp_path / "checkpoints" / "step_00000010").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000010\n", encoding="utf-8")
+    ran = ms_train("launch", "--tp", 2, config, "--resume")
+    assert ran.code == 1 and "step_00000010" in ran.err and "manifest.json" in ran.err
+    assert not (tmp_path / "logs").exists()
+
+
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """In place of the loop: the configs that it was called with."""

@@ -156,6 +156,7 @@ def test_a_config_that_fits_has_no_problem(tmp_path: Path) -> None:
         ({"launch__nnodes": 2, "parallel__tp": 2, "launch__master_addr": "10.0.0.1", "launch__node_rank": 2}, "launch.node_rank"),
         ({"launch__nnodes": 3, "launch__master_addr": "10.0.0.1", "parallel__tp": 2, "launch__node_rank": 0}, "launch.nnodes"),
         ({"launch__hccl_socket_family": "AF_INET"}, "launch.hccl_socket_family"),
+        ({"watch__check_start": "nowhere"}, "watch.check_start"),
     ],
 )
 def test_what_does_not_fit_is_refused_where_it_stands(tmp_path: Path, values: dict[str, Any], where: str) -> None:

@@ -57,7 +57,8 @@ def exported(checkpoint: Path, folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     from safetensors.numpy import load_file
 
     ms_convert("ms2hf", checkpoint, "-o", folder)
-    return load_file(folder / "model.safetensors")
+    tensors: dict[str, np.ndarray[Any, Any]] = load_file(folder / "model.safetensors")
+    return tensors
 
 
 def same(first: dict[str, np.ndarray[Any, Any]], second: dict[str, np.ndarray[Any, Any]]) -> bool:
@@ -100,19 +101,35 @@ def test_a_run_resumes_from_ckpt_files_as_if_it_had_not_ended(prepared: Path) ->
         assert all(tensors[name].asnumpy().tobytes() == found[name].asnumpy().tobytes() for name in tensors)
 
 
-def test_bfloat16_is_trained_profiled_and_exported(prepared: Path) -> None:
+@pytest.fixture(scope="module")
+def bfloat16(prepared: Path) -> Path:
+    """The folder of a run with bfloat16 weights, the profiler, and two checkpoints kept; a killed run had left one half-written."""
+    (prepared / "bfloat16" / "checkpoints" / "step_00000001.partial").mkdir(parents=True)
+    changes = {
+        "precision__kind": "bfloat16", "train__steps": 12, "optimizer__learning_rate": 3e-3, "train__dropout": 0.0,
+        "checkpoint__every": 4, "checkpoint__keep": 2,
+    }  # fmt: skip
+    finish(start("run", settings(prepared, "bfloat16", **changes), prepared, "--profile"))
+    return prepared / "bfloat16"
+
+
+def test_the_newest_checkpoints_stay(bfloat16: Path) -> None:
+    names = {path.name for path in (bfloat16 / "checkpoints").iterdir()}
+    assert names == {"step_00000008", "step_00000012", "latest"}
+    assert (bfloat16 / "checkpoints" / "latest").read_text() == "step_00000012\n"
+
+
+def test_bfloat16_is_trained_profiled_and_exported(bfloat16: Path, prepared: Path) -> None:
     from safetensors import safe_open
 
-    changes = {"precision__kind": "bfloat16", "train__steps": 12, "optimizer__learning_rate": 3e-3, "train__dropout": 0.0}
-    finish(start("run", settings(prepared, "bfloat16", **changes), prepared, "--profile"))
-    found = losses(prepared / "bfloat16")
+    found = losses(bfloat16)
     assert np.mean(found[-3:]) < 0.96 * np.mean(found[:3])
-    checkpoint = prepared / "bfloat16" / "checkpoints" / "step_00000012"
+    checkpoint = bfloat16 / "checkpoints" / "step_00000012"
     with safe_open(checkpoint / "rank_0" / "checkpoint_0.safetensors", "np") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118 (it is no mapping)
     for tensor in exported(checkpoint, prepared / "bfloat16-hf").values():
         assert tensor.dtype == np.float32 and not np.any(tensor.view(np.uint32) & 0xFFFF), "the folder's type, with bfloat16's values"
-    tables = list((prepared / "bfloat16" / "watch" / "profile" / "rank_0").rglob("*.csv"))
+    tables = list((bfloat16 / "watch" / "profile" / "rank_0").rglob("*.csv"))
     assert any("MatMul" in table.read_text() for table in tables)
 
 
