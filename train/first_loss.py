@@ -19,8 +19,8 @@ from train.step import Tokens, Trainer, labels_of
 from train.watch import Watch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
-"""Relative, by the narrower of the types of weights and activations. Transformers computes in float32. Measured on the tiny models of the
-tests, with weights of standard deviation 0.5: below 1e-6 in float32, below 5e-3 in the 16-bit types.
+"""Relative, by the narrower of the types of weights and activations; Transformers computes in float32. Measured on tiny models, whose
+weights have standard deviation 0.5: 1e-7 with float32 weights, 1.3e-3 with bfloat16 ones.
 """
 
 
