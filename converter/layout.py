@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mappings.composition import Cutting
 from mappings.dialect_table import Dialect
 from mappings.errors import Problem, Refused
-from mappings.expand import Expansion
+from mappings.expand import Expansion, ParameterOfModel
 from mappings.parameters import REPLICATED, Parameter
 from model.config import ModelConfig
 
@@ -245,6 +245,15 @@ def slice_of(parameter: Parameter, shape: tuple[int, ...], sizes: Mapping[str, i
     length = count // ranks * unit
     start = tensor_rank // replicas * length
     return Slice(axis, start, start + length, length, replicas)
+
+
+def held_slices(
+    parameters: Iterable[ParameterOfModel], sizes: Mapping[str, int], layout: ParallelLayout, place: Coordinates, tied: bool
+) -> Iterator[tuple[ParameterOfModel, Slice]]:
+    """Those of a model's parameters that the rank at `place` holds, and what it holds of each."""
+    for item in parameters:
+        if place.stage in layout.stages_of(item.parameter, item.layer, tied):
+            yield item, slice_of(item.parameter, item.shape, sizes, layout, place.tensor)
 
 
 def distinct_slices(

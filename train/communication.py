@@ -12,6 +12,7 @@ from converter.layout import Coordinates, ParallelLayout
 from mappings.errors import refuse
 from model.ops import on_ascend
 from model.parallel import TensorParallel
+from train.group_ranks import group_ranks
 
 
 @dataclass(frozen=True)
@@ -51,47 +52,35 @@ class Groups:
 
 
 def make_groups(layout: ParallelLayout, rank: int, kv_heads: int) -> Groups:
-    """The groups of a rank. Every rank calls this, after `init()` if there are several. Groups are numbered as ParallelLayout numbers
-    ranks: pipeline outermost, then data, tensor innermost.
-    """
-    place = layout.coordinates(rank)
-    stages, data, tensor = range(layout.pp), range(layout.dp), range(layout.tp)
-    replicas = max(1, layout.tp // kv_heads)
-    same_kv = range(place.tensor // replicas * replicas, (place.tensor // replicas + 1) * replicas)
+    """The groups of a rank. Every rank calls this, after `init()` if there are several."""
+    ranks = group_ranks(layout, rank, kv_heads)
 
-    def column(stage: int) -> int:
-        return layout.rank(stage, place.data, place.tensor)
+    def group(members: tuple[int, ...]) -> Group:
+        return _group(layout, members)
 
-    def pair(first: int, second: int) -> Group:
-        return _group(layout, [column(first), column(second)])
+    def pair(members: tuple[int, ...]) -> Group | None:
+        return _group(layout, members) if members else None
 
     return Groups(
-        place,
-        _group(layout, list(range(layout.ranks))),
-        _group(layout, [layout.rank(place.stage, place.data, index) for index in tensor]),
-        _group(layout, [layout.rank(place.stage, index, place.tensor) for index in data]),
-        _group(layout, [layout.rank(stage, place.data, index) for stage in stages for index in tensor]),
-        _group(layout, [layout.rank(place.stage, place.data, index) for index in same_kv]),
-        pair(place.stage - 1, place.stage) if place.stage > 0 else None,
-        pair(place.stage, place.stage + 1) if place.stage < layout.pp - 1 else None,
-        pair(0, layout.pp - 1) if layout.pp > 1 and place.stage in (0, layout.pp - 1) else None,
-    )
+        layout.coordinates(rank), group(ranks.world), group(ranks.tensor), group(ranks.data), group(ranks.model), group(ranks.kv_replicas),
+        pair(ranks.previous), pair(ranks.next), pair(ranks.ends),
+    )  # fmt: skip
 
 
 _created: set[str] = set()
 
 
-def _group(layout: ParallelLayout, ranks: list[int]) -> Group:
+def _group(layout: ParallelLayout, ranks: tuple[int, ...]) -> Group:
     """The group of these ranks, made in the backend once: two roles with the same ranks share one."""
     if len(ranks) == 1:
-        return Group(tuple(ranks))
+        return Group(ranks)
     if len(ranks) == layout.ranks:
-        return Group(tuple(ranks), "hccl_world_group" if on_ascend() else "mccl_world_group")
+        return Group(ranks, "hccl_world_group" if on_ascend() else "mccl_world_group")
     name = "ranks-" + "-".join(map(str, ranks))
     if name not in _created:
-        create_group(name, ranks)
+        create_group(name, list(ranks))
         _created.add(name)
-    return Group(tuple(ranks), name)
+    return Group(ranks, name)
 
 
 class GroupSum(nn.Cell):

@@ -206,7 +206,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Raises Refused with every unknown table and key, missing key, wrong type and value out of bounds at once.
     """
-    data, origins, problems = _read_toml(path), {}, []
+    data, origins, problems = read_toml(path), {}, []
     for override in overrides:
         problem = _apply(override, data)
         if problem is None:
@@ -223,7 +223,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return config
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML document of a bounded size. Raises Refused."""
     with opened(path) as (descriptor, size):
         if size > MAX_CONFIG_BYTES:
             raise refuse(f"larger than {MAX_CONFIG_BYTES >> 20} MiB", str(path), "this is no configuration")

@@ -22,6 +22,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from model.parallel import GatherRanks
 from train.communication import Group
+from train.optimizer_shares import Share, share_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -34,39 +35,6 @@ class AdamWSettings:
     beta2: float = 0.95
     eps: float = 1e-8
     decay: float = 0.1
-
-
-def decays(parameter: Parameter) -> bool:
-    """Whether weight decay applies: norms and biases, and nothing else, have one axis."""
-    return len(parameter.shape) > 1
-
-
-def divided(shape: tuple[int, ...], ranks: int) -> bool:
-    """Whether the state of a parameter is divided over `ranks` data-parallel ranks: along axis 0, where it divides evenly."""
-    return ranks > 1 and len(shape) > 0 and shape[0] % ranks == 0
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank updates of a parameter: rows [start, stop) where the state is divided, otherwise all of it. `copied`: it has a master
-    weight, since the parameter itself is of a 16-bit type, or not all this rank's.
-    """
-
-    shape: tuple[int, ...]
-    dtype: ms.Type
-    start: int
-    stop: int
-    divided: bool
-    copied: bool
-    decayed: bool
-
-
-def share_of(parameter: Parameter, ranks: int, rank: int) -> Share:
-    """The share of data-parallel rank `rank` of `ranks` that divide the state."""
-    shape = tuple(parameter.shape)
-    parts = divided(shape, ranks)
-    rows = shape[0] // ranks if parts else 0
-    return Share(shape, parameter.dtype, rows * rank, rows * (rank + 1), parts, parts or parameter.dtype != ms.float32, decays(parameter))
 
 
 class AdamW(nn.Cell):
@@ -94,7 +62,8 @@ class AdamW(nn.Cell):
         self.settings = settings
         self.weights = ParameterTuple(parameters)
         ranks = data.size if shard else 1
-        self.shares = tuple(share_of(parameter, ranks, data_rank) for parameter in parameters)
+        self.shares = tuple(share_of(tuple(parameter.shape), parameter.dtype == ms.float32, ranks, data_rank) for parameter in parameters)
+        self.types = tuple(parameter.dtype for parameter in parameters)
         targets = [
             _master(parameter, masters.get(parameter.name), share) if share.copied else parameter
             for parameter, share in zip(parameters, self.shares, strict=True)
@@ -146,14 +115,14 @@ class AdamW(nn.Cell):
             if share.divided:
                 pieces += (ops.reshape(ops.depend(target, updated), (1, -1)),)
             elif share.copied:
-                values += (ops.cast(ops.depend(target, updated), share.dtype),)
+                values += (ops.cast(ops.depend(target, updated), self.types[index]),)
         if self.gather is not None:
             gathered = self.gather(ops.concat(pieces, 1))
             start = 0
             for index in range(len(self.targets)):
                 share, size = self.shares[index], self.targets[index].size
                 if share.divided:
-                    values += (ops.cast(ops.reshape(gathered[:, start : start + size], share.shape), share.dtype),)
+                    values += (ops.cast(ops.reshape(gathered[:, start : start + size], share.shape), self.types[index]),)
                     start += size
         return (ops.depend(self.none, done), *values)
 

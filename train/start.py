@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from converter.canonical import filled
-from converter.layout import ParallelLayout, Slice, make_layout, slice_of
+from converter.layout import ParallelLayout, Slice, held_slices, make_layout
 from converter.plan_hf2ms import plan_rank_tree
 from converter.rank_tree import RankTree, read_rank_tree
 from mappings.errors import Refused
@@ -55,9 +55,7 @@ class Start:
     def slices(self, rank: int) -> Iterator[tuple[ParameterOfModel, Slice]]:
         """The parameters of a rank, and what it holds of each."""
         place = self.layout.coordinates(rank)
-        for item in self.expansion.parameters.values():
-            if place.stage in self.layout.stages_of(item.parameter, item.layer, self.model.tied):
-                yield item, slice_of(item.parameter, item.shape, self.expansion.sizes, self.layout, place.tensor)
+        yield from held_slices(self.expansion.parameters.values(), self.expansion.sizes, self.layout, place, self.model.tied)
 
     def counted(self, rank: int) -> set[str]:
         """The parameters whose slice this rank, of all that hold it in one data-parallel replica, is the first to hold."""
