@@ -20,6 +20,7 @@ EXAMPLES = """
 \b
 Examples:
   ms-train prepare-data --tokenizer ./Llama-3.1-8B --input 'corpus/*.jsonl' --seq-length 4096 --output corpus.mindrecord
+  ms-train plan --model ./Llama-3.1-8B --devices 8 --device-memory 64GiB --seq-length 4096 --global-batch 256 --write train.toml
   ms-train launch --tp 2 --pp 2 --dp 1 config.toml
   ms-train run config.toml --set train.steps=10
   ms-train settings
@@ -142,6 +143,51 @@ def prepare_data(inputs: tuple[str, ...], as_json: bool, **options: Any) -> None
     from train.run import prepare_and_tell
 
     prepare_and_tell(as_json=as_json, inputs=inputs, **options)
+
+
+@cli.command(
+    cls=Command,
+    epilog="""
+\b
+Examples:
+  ms-train plan --model ./Llama-3.1-8B --devices 8 --device-memory 64GiB --seq-length 4096 --global-batch 256
+  ms-train plan --model config.json --devices 16 --seq-length 4096 --global-batch 256 --tp 8 --tokens-per-second 40000
+  ms-train plan --model ./Llama-3.1-8B --devices 8 --seq-length 4096 --global-batch 256 --write train.toml --data corpus.mindrecord
+""",
+)
+@click.option("--model", required=True, type=click.Path(), help="Hugging Face folder, rank tree, or a config.json alone.")
+@click.option("--rules", type=click.Path(), help="A rule table of your own, for a family that is not bundled.")
+@click.option("--devices", required=True, type=click.IntRange(1, 1 << 16), help="Devices, one rank each.")
+@click.option("--device-type", default="910B-64GB", show_default=True, help="A device of the table.")
+@click.option("--device-memory", help="Memory of one device, as in 64GiB. Default: the table's.")
+@click.option("--devices-table", type=click.Path(), help="A table of devices of your own (TOML, like train/planning/devices.toml).")
+@click.option("--seq-length", required=True, type=click.IntRange(1, 1 << 22), help="Tokens of a sequence.")
+@click.option("--global-batch", required=True, type=click.IntRange(1, 1 << 30), help="Sequences of one step, over all ranks.")
+@click.option("--dp", type=click.IntRange(1), help="Only layouts with so many data-parallel ranks.")
+@click.option("--tp", type=click.IntRange(1), help="Only layouts with so many tensor-parallel ranks.")
+@click.option("--pp", type=click.IntRange(1), help="Only layouts with so many pipeline stages.")
+@click.option("--micro-batch", type=click.IntRange(1), help="Sequences of a micro-batch. Default: the fastest that fits.")
+@click.option("--recompute-every", type=click.IntRange(0), help="As train.recompute_every. Default: the fastest that fits.")
+@click.option("--optimizer-sharding/--no-optimizer-sharding", default=None, help="As in the config. Default: the fastest that fits.")
+@click.option(
+    "--precision", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True, help="Of the weights."
+)
+@click.option("--dropout", type=click.FloatRange(0, 0.999), help="As train.dropout. Default: the model's own.")
+@click.option("--tokens-per-second", type=click.FloatRange(1), help="Tell the utilisation (MFU) that this rate would need.")
+@click.option("--write", type=click.Path(dir_okay=False), help="Write the config of the best layout here.")
+@click.option("--data", default="data", show_default=True, help="data.path of the written config.")
+@click.option("--steps", type=click.IntRange(1, 1 << 40), default=1000, show_default=True, help="train.steps of the written config.")
+@click.option("--overwrite", is_flag=True, help="Replace the file of --write.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def plan(as_json: bool, write: str | None, overwrite: bool, **options: Any) -> int:
+    """Say which layouts of a model fit on DEVICES, what each costs, and why the others do not. Needs no weights and no device.
+
+    Exit code 1: none that was asked for can be run.
+    """
+    from train.planning.command import PlanOptions
+    from train.planning.command import plan as make_plan
+
+    return make_plan(PlanOptions(**options), as_json=as_json, write=write, overwrite=overwrite)
 
 
 @cli.command(cls=Command)

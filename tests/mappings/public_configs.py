@@ -102,6 +102,25 @@ _BERT_CHINESE = _BERT | {
     "directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3,
     "pooler_size_per_head": 128, "pooler_type": "first_token_transform", "vocab_size": 21128,
 }  # fmt: skip
+_LLAMA2_13B = _LLAMA2 | {
+    "_name_or_path": "meta-llama/Llama-2-13b-hf", "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40,
+    "num_hidden_layers": 40, "num_key_value_heads": 40,
+}  # fmt: skip
+_LLAMA2_70B = _LLAMA2 | {
+    "_name_or_path": "meta-llama/Llama-2-70b-hf", "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+    "num_hidden_layers": 80, "num_key_value_heads": 8,
+}  # fmt: skip
+_LLAMA3 = _LLAMA31 | {
+    "eos_token_id": 128001, "max_position_embeddings": 8192, "rope_scaling": None, "transformers_version": "4.40.0.dev0",
+}  # fmt: skip
+_LLAMA3_70B = _LLAMA3 | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80}
+_QWEN25_72B = _QWEN25_7B | {
+    "hidden_size": 8192, "intermediate_size": 29568, "max_window_layers": 80, "num_attention_heads": 64, "num_hidden_layers": 80,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+}  # fmt: skip
+_QWEN3_32B = _QWEN3_8B | {
+    "hidden_size": 5120, "intermediate_size": 25600, "max_window_layers": 64, "num_attention_heads": 64, "num_hidden_layers": 64,
+}  # fmt: skip
 POOLER = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
 
 PUBLIC: dict[str, PublicModel] = {
@@ -123,3 +142,15 @@ PUBLIC: dict[str, PublicModel] = {
     "bert-base-chinese": PublicModel("bert", "BertForMaskedLM", _BERT_CHINESE, 102_882_442, (*POOLER, "cls.seq_relationship.weight")),
     "all-MiniLM-L6-v2": PublicModel("bert", "BertModel", _MINILM, 22_713_216, POOLER),
 }
+
+LARGER: dict[str, PublicModel] = {
+    "gpt2-medium": PublicModel("gpt2", "GPT2LMHeadModel", _GPT2 | {"n_embd": 1024, "n_head": 16, "n_layer": 24}, 354_823_168),
+    "gpt2-large": PublicModel("gpt2", "GPT2LMHeadModel", _GPT2 | {"n_embd": 1280, "n_head": 20, "n_layer": 36}, 774_030_080),
+    "Llama-2-13b": PublicModel("llama", "LlamaForCausalLM", _LLAMA2_13B, 13_015_864_320),
+    "Llama-2-70b": PublicModel("llama", "LlamaForCausalLM", _LLAMA2_70B, 68_976_648_192),
+    "Llama-3-8B": PublicModel("llama", "LlamaForCausalLM", _LLAMA3, 8_030_261_248),
+    "Llama-3-70B": PublicModel("llama", "LlamaForCausalLM", _LLAMA3_70B, 70_553_706_496),
+    "Qwen2.5-72B": PublicModel("qwen2", "Qwen2ForCausalLM", _QWEN25_72B, 72_706_203_648),
+    "Qwen3-32B": PublicModel("qwen3", "Qwen3ForCausalLM", _QWEN3_32B, 32_762_123_264),
+}
+"""More sizes, for what is asked of a config alone."""

@@ -1,0 +1,55 @@
+"""The parameters of a rank, alike ones counted together: a plan adds them up some thousand times."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from mappings.names import number_free
+from train.optimizer_shares import share_of
+
+
+@dataclass(frozen=True)
+class Alike:
+    """`count` parameters of one shape, a tensor-parallel rank's slices, whose names differ in their layer only."""
+
+    name: str
+    shape: tuple[int, ...]
+    count: int
+
+    @property
+    def elements(self) -> int:
+        return self.count * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """What one rank holds."""
+
+    alike: tuple[Alike, ...]
+
+    @classmethod
+    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> RankParameters:
+        """From every name and shape."""
+        counts = Counter((number_free(name), shape) for name, shape in shapes)
+        return cls(tuple(Alike(name, shape, count) for (name, shape), count in counts.items()))
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(alike.elements for alike in self.alike)
+
+    def elements_of(self, *modules: str) -> int:
+        """Elements of the parameters of these modules, as `k_proj` in layers.3.attention.k_proj.weight."""
+        return sum(alike.elements for alike in self.alike if alike.name.split(".")[-2:-1] and alike.name.split(".")[-2] in modules)
+
+    def state_bytes(self, is_float32: bool, ranks: int) -> int:
+        """Of AdamW's moments and master weights, when `ranks` data-parallel ranks divide them."""
+        return sum(alike.count * share_of(alike.shape, is_float32, ranks, 0).state_bytes for alike in self.alike)
+
+    def divided_elements(self, is_float32: bool, ranks: int) -> int:
+        """Of the parameters whose state is divided over `ranks`, the elements that one of them updates."""
+        shares = ((alike.count, share_of(alike.shape, is_float32, ranks, 0)) for alike in self.alike)
+        return sum(count * share.elements for count, share in shares if share.divided)

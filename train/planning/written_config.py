@@ -1,0 +1,51 @@
+"""A plan as a config file of the trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from converter.manifest import write_whole
+from mappings.errors import refuse
+from train.planning.estimate import Estimate
+from train.planning.source import PlannedModel
+
+
+def config_text(model: PlannedModel, chosen: Estimate, data: str, steps: int, dropout: float | None = None) -> str:
+    """TOML that `ms-train launch` reads. The number of hosts and their addresses are left to its command line."""
+    run, layout = chosen.run, chosen.run.layout
+    hosts = -(-layout.ranks // chosen.device.host_devices)
+    tables: dict[str, dict[str, object]] = {
+        "model": {"path": str(model.folder)},
+        "data": {"path": data, "seq_length": run.work.seq},
+        "parallel": {
+            "tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "micro_batches": run.micro_batches,
+            "layers_per_stage": list(layout.layers_per_stage), "optimizer_sharding": run.optimizer_sharding,
+        },
+        "train": {"steps": steps, "global_batch": run.work.global_batch, "recompute_every": run.recompute_every}
+        | ({} if dropout is None else {"dropout": dropout}),
+        "precision": {"kind": run.work.weights, "compute": run.work.compute},
+        "launch": {"device": "ascend"},
+    }  # fmt: skip
+    launch = "ms-train launch FILE"
+    if hosts > 1:
+        launch += f" --nnodes {hosts} --node-rank N --master-addr ADDRESS    on each of {hosts} hosts"
+    lines = [
+        f"# Planned for {layout.ranks} x {chosen.device.name}: about {chosen.memory.total / (1 << 30):.1f} GiB of each. {launch}",
+        "# `ms-train settings` lists every key.",
+    ]
+    for table, values in tables.items():
+        lines += ["", f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def write_config(path: Path, text: str, overwrite: bool) -> None:
+    """Write the file. Raises Refused when one is there and may not be replaced."""
+    if path.exists() and not overwrite:
+        raise refuse("is there already", str(path), "give another name, or say --overwrite")
+    write_whole(path, text.encode("utf-8"))
+
+
+def _toml(value: object) -> str:
+    """A TOML value: JSON's spelling, but for DEL, which a TOML text may not hold as it stands."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
