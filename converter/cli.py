@@ -227,7 +227,7 @@ Examples:
 @click.option("--tp", type=click.IntRange(1), help="Tensor-parallel ranks. Default: as CHECKPOINT, 1 with --from.")
 @click.option("--pp", type=click.IntRange(1), help="Pipeline stages. Default: as CHECKPOINT, 1 with --from.")
 @click.option("--dp", type=click.IntRange(1), help="Data-parallel ranks. Default: as CHECKPOINT, 1 with --from.")
-@click.option("--layers-per-stage", type=LayerCounts(), help="Layers of each stage. Default: as CHECKPOINT, even if --pp is another.")
+@click.option("--layers-per-stage", type=LayerCounts(), help="Layers of each stage. Default: as CHECKPOINT; evenly where --pp is another.")
 @click.option("--vocab-multiple", type=click.IntRange(1), help="Pad the vocabulary to a multiple of this. Default: as in hf2ms.")
 @click.option(
     "--layout", "disk", type=click.Choice(["rank", "unified", "mindformers2"]), default="rank", show_default=True, help="How the files lie."
