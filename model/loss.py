@@ -34,11 +34,20 @@ class VocabParallelCrossEntropy(nn.Cell):
         self.sum_ranks = parallel.reduce()
         self.wide = exponential_type()
         self.cast = ops.Cast()
+        self.reshape = ops.Reshape()
+        self.hide_padding = ops.Add()
+        self.shift = ops.Sub()
         self.exp = ops.Exp()
         self.log = ops.Log()
         self.max = ops.ReduceMax(keep_dims=True)
         self.sum = ops.ReduceSum()
         self.pick = ops.GatherD()
+        self.has_label = ops.NotEqual()
+        self.without_ignored = ops.Mul()
+        self.column = ops.ExpandDims()
+        self.subtract = ops.Sub()
+        self.mask = ops.Mul()
+        self.total = ops.ReduceSum()
 
     def largest(self, logits: Tensor) -> Tensor:
         """The largest logit of each position over all ranks, [tokens, 1], as a constant: it cancels out of the loss."""
@@ -49,15 +58,28 @@ class VocabParallelCrossEntropy(nn.Cell):
 
     def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [batch, seq, the rank's rows], labels [batch, seq] int32, IGNORED or in [0, vocab) -> the sum, a float32 scalar."""
-        logits = self.cast(ops.reshape(logits, (-1, self.rows)), ms.float32)
-        labels = ops.reshape(labels, (-1,))
+        logits = self.cast(self.reshape(logits, (-1, self.rows)), ms.float32)
+        labels = self.reshape(labels, (-1,))
         if self.padding is not None:
-            logits = logits + self.padding
-        shifted = logits - self.largest(logits)
+            logits = self.hide_padding(logits, self.padding)
+        shifted = self.shift(logits, self.largest(logits))
+        labelled = self.has_label(labels, IGNORED)
+        exponentials, picked = self.sum(self.exp(shifted), -1), self.label_logits(shifted, labels, labelled)
+        if self.divided:
+            # One exchange for both: two independent ones could meet in another order on another rank
+            both = self.sum_ranks(ops.stack((exponentials, picked)))
+            exponentials, picked = both[0], both[1]
+        losses = self.subtract(self.cast(self.log(self.cast(exponentials, self.wide)), ms.float32), picked)
+        return self.total(self.mask(losses, self.cast(labelled, ms.float32)))
+
+    def label_logits(self, shifted: Tensor, labels: Tensor, labelled: Tensor) -> Tensor:
+        """shifted [tokens, rows], labels and labelled [tokens] -> the logit of each label, [tokens]: 0 where another rank has it, anything
+        where there is no label.
+        """
+        if not self.divided:
+            index = self.without_ignored(labels, self.cast(labelled, ms.int32))
+            return self.reshape(self.pick(shifted, 1, self.column(index, -1)), (-1,))
         own = labels - self.first_row
         here = ops.logical_and(own >= 0, own < self.rows)
-        picked = ops.reshape(self.pick(shifted, 1, ops.expand_dims(own * self.cast(here, ms.int32), -1)), (-1,))
-        # One exchange for both: two independent ones could meet in another order on another rank
-        both = self.sum_ranks(ops.stack((self.sum(self.exp(shifted), -1), picked * self.cast(here, ms.float32))))
-        losses = self.cast(self.log(self.cast(both[0], self.wide)), ms.float32) - both[1]
-        return self.sum(losses * self.cast(labels != IGNORED, ms.float32))
+        picked = self.pick(shifted, 1, ops.expand_dims(own * self.cast(here, ms.int32), -1))
+        return ops.reshape(picked, (-1,)) * self.cast(here, ms.float32)

@@ -138,6 +138,8 @@ class ApplyRotary(nn.Cell):
         self.rotary_dim = rope.rotary_dim
         self.partial = rope.rotary_dim < head_dim
         self.rotary = rotary()
+        self.front = ops.StridedSlice()
+        self.back = ops.StridedSlice()
         self.join = ops.Concat(axis=-1)
         self.cast = ops.Cast()
 
@@ -145,5 +147,9 @@ class ApplyRotary(nn.Cell):
         """x [batch, heads, seq, head_dim], cos and sin [1, 1, seq, rotary_dim] -> like x."""
         cos, sin = self.cast(cos, x.dtype), self.cast(sin, x.dtype)
         if self.partial:
-            return self.join((self.rotary(x[..., : self.rotary_dim], cos, sin), x[..., self.rotary_dim :]))
+            batch, heads, seq, head_dim = x.shape
+            one = (1, 1, 1, 1)
+            front = self.front(x, (0, 0, 0, 0), (batch, heads, seq, self.rotary_dim), one)
+            back = self.back(x, (0, 0, 0, self.rotary_dim), (batch, heads, seq, head_dim), one)
+            return self.join((self.rotary(front, cos, sin), back))
         return self.rotary(x, cos, sin)

@@ -50,9 +50,9 @@ from converter.side_files import copy_side_files
 from converter.strategies import strategy_files
 from mappings.errors import Problem, Refused, refuse
 from train.loss_scale import LossScale
+from train.semi_auto import AnyTrainer
 from train.slice_files import Array, read_arrays, record_of, write_arrays
 from train.start import Start
-from train.step import Trainer
 from train.training_state import (
     CHECKPOINT_NAME,
     LATEST,
@@ -85,8 +85,12 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08}"
 
 
-def save_checkpoint(trainer: Trainer, folder: Path, progress: Progress, *, keep: int, file_format: str = "safetensors") -> Path:
+def save_checkpoint(
+    trainer: AnyTrainer, folder: Path, progress: Progress, *, keep: int, file_format: str = "safetensors", writers: int = 0
+) -> Path:
     """Write a checkpoint; called by all ranks at once, and all return when it is there. The newest `keep` stay (0: all).
+
+    Every rank writes its own slices, `writers` of them at a time (0: all), so that a shared file system is not asked for all at once.
 
     Raises Refused on rank 0 when replicas of a parameter differ: the ranks are out of step, and neither copy can be trusted.
     """
@@ -98,9 +102,13 @@ def save_checkpoint(trainer: Trainer, folder: Path, progress: Progress, *, keep:
         (partial / RECORDS).mkdir(parents=True)
     trainer.wait_for_all()
     run = _identity(trainer, progress)
-    record = _write_rank(trainer, partial, run, file_format)
-    write_whole(partial / RECORDS / f"rank_{place.rank}.json", json.dumps(encode(record)).encode(), durable=True)
-    trainer.wait_for_all()
+    weights = _in_file_order(trainer.start, place.rank, {name: host(value) for name, value in trainer.weights().items()})
+    ranks = trainer.start.layout.ranks
+    for first in range(0, ranks, writers or ranks):
+        if first <= place.rank < first + (writers or ranks):
+            record = _write_rank(trainer, weights, partial, run, file_format)
+            write_whole(partial / RECORDS / f"rank_{place.rank}.json", json.dumps(encode(record)).encode(), durable=True)
+        trainer.wait_for_all()
     if place.rank == 0:
         _finish(trainer, partial, run, progress, file_format)
         if final.exists():
@@ -113,7 +121,7 @@ def save_checkpoint(trainer: Trainer, folder: Path, progress: Progress, *, keep:
     return final
 
 
-def _identity(trainer: Trainer, progress: Progress) -> str:
+def _identity(trainer: AnyTrainer, progress: Progress) -> str:
     """Equal on all ranks, and different for any two checkpoints of different runs or steps."""
     source = trainer.start.source
     origin = source.manifest.run if source.manifest is not None else str(source.path.resolve())
@@ -121,10 +129,9 @@ def _identity(trainer: Trainer, progress: Progress) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
 
 
-def _write_rank(trainer: Trainer, folder: Path, run: str, file_format: str) -> RankRecord:
+def _write_rank(trainer: AnyTrainer, weights: Sequence[tuple[str, Array]], folder: Path, run: str, file_format: str) -> RankRecord:
     place = trainer.groups.place
     metadata = {"format": "ms", "ms_convert_run": run, "rank": str(place.rank), "remove_redundancy": "False"}
-    weights = _in_file_order(trainer.start, place.rank, {name: host(value) for name, value in trainer.weights().items()})
     size = 0
     if place.data == 0:
         size = write_arrays(folder, rank_file(place.rank, file_format), file_format, weights, metadata)
@@ -149,7 +156,7 @@ def _in_file_order(start: Start, rank: int, arrays: dict[str, Array]) -> list[tu
     return [(item.name, arrays[item.name]) for item, _ in start.slices(rank)]
 
 
-def _finish(trainer: Trainer, folder: Path, run: str, progress: Progress, file_format: str) -> None:
+def _finish(trainer: AnyTrainer, folder: Path, run: str, progress: Progress, file_format: str) -> None:
     """Rank 0's part: replicas, side files, strategies, training.json, and the manifest last."""
     start, layout = trainer.start, trainer.start.layout
     records = [
@@ -236,7 +243,7 @@ def _remove_old(folder: Path, keep: int, newest: Path) -> None:
             shutil.rmtree(path)
 
 
-def resume(trainer: Trainer, checkpoint: Path) -> TrainingState:
+def resume(trainer: AnyTrainer, checkpoint: Path) -> TrainingState:
     """Put the optimizer, the loss scale and the counters of a trainer, whose weights came from this checkpoint, to where they were.
 
     Raises Refused for files that are missing, of another checkpoint or changed, and for state that was divided over another dp.
@@ -257,7 +264,7 @@ def resume(trainer: Trainer, checkpoint: Path) -> TrainingState:
     return state
 
 
-def _check_divided(trainer: Trainer, state: TrainingState, checkpoint: Path) -> None:
+def _check_divided(trainer: AnyTrainer, state: TrainingState, checkpoint: Path) -> None:
     dp, sharding = trainer.start.layout.dp, trainer.settings.optimizer_sharding
     if state.optimizer_sharding != sharding:
         what = f"is {str(sharding).lower()}, the checkpoint's state was written with {str(state.optimizer_sharding).lower()}"
@@ -266,7 +273,7 @@ def _check_divided(trainer: Trainer, state: TrainingState, checkpoint: Path) -> 
         raise refuse(f"the optimizer's state is divided over dp {state.dp}, not {dp}", str(checkpoint), f"resume with dp {state.dp}")
 
 
-def _fill_states(trainer: Trainer, path: Path, file_format: str, recorded: dict[str, TensorRecord]) -> None:
+def _fill_states(trainer: AnyTrainer, path: Path, file_format: str, recorded: dict[str, TensorRecord]) -> None:
     states = {state.name: state for state in trainer.optimizer.states()}
     problems = []
     for name, array in read_arrays(path, file_format):

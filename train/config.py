@@ -93,6 +93,11 @@ class TrainSettings:
     dropout: float | None = setting(
         f'every dropout probability of the model; left out or "{FROM_CONFIG}": the model\'s own', None, low=0.0, high=0.999
     )
+    engine: Literal["spmd", "semi_auto"] = setting(
+        "what makes a step parallel. spmd: collectives of our own, on a CPU and on Ascend. semi_auto: MindSpore's parallel compiler, "
+        "on Ascend; on a CPU with one rank only",
+        "spmd",
+    )
     mode: Literal["graph", "pynative"] = setting("graph compiles the step; pynative runs operator by operator, to debug", "graph")
 
 
@@ -116,6 +121,7 @@ class CheckpointSettings:
     every: int = setting("steps between checkpoints; 0: at the end only", 0, low=0, high=1 << 40)
     keep: int = setting("how many of the newest stay; 0: all", 2, low=0, high=1 << 20)
     format: Literal["safetensors", "ckpt"] = setting("format of rank files", "safetensors")
+    writers: int = setting("ranks that write at the same time, the others waiting for their turn; 0: all at once", 0, low=0, high=1 << 20)
     resume: bool = setting("go on from the newest checkpoint in the folder (--resume)", False)
 
 

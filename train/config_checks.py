@@ -19,6 +19,7 @@ def check(config: TrainConfig, model: ModelConfig, ranks: int | None) -> list[Pr
     found = chain(
         _ranks(config, ranks), _tensor_parallel(config, model), _pipeline(config, model), _vocabulary(config, model), _batch(config),
         _schedule(config), _model(config, model), _folders(config), _precision(config), _hosts(config), _check_start(config),
+        _semi_auto(config, model),
     )  # fmt: skip
     return list(found)
 
@@ -120,6 +121,27 @@ def _precision(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("is bfloat16, which MindSpore does not compute on a CPU", "precision.compute", "leave it out, or say float32")
     if config.compute == "float16" and config.precision.kind == "bfloat16":
         yield Problem("is float16, whose range bfloat16 weights exceed", "precision.compute", "use bfloat16 or float32")
+
+
+def _semi_auto(config: TrainConfig, model: ModelConfig) -> Iterator[Problem]:
+    if config.train.engine != "semi_auto":
+        return
+    several = config.ranks > 1
+    if several and config.launch.device == "cpu":
+        what = f'is "semi_auto" on {config.ranks} ranks, but MindSpore\'s parallel compiler has no backend for a CPU'
+        yield Problem(what, "train.engine", 'use "spmd", or launch.device = "ascend"')
+    if config.train.mode == "pynative":
+        yield Problem('is "pynative", but "semi_auto" compiles graphs', "train.mode", 'use "graph", or train.engine = "spmd"')
+    if "float16" in (config.precision.kind, config.compute):
+        what = 'is float16, for whose loss scale "semi_auto" has no place'
+        yield Problem(what, "precision.kind" if config.precision.kind == "float16" else "precision.compute", "use bfloat16 or float32")
+    asked = {"validate_every": config.watch.validate_every, "check_start": config.watch.check_start}
+    for name in [name for name, value in asked.items() if several and value]:
+        mend = 'leave it out; a checkpoint can be judged with train.engine = "spmd"'
+        yield Problem('is set, but under "semi_auto" several ranks compile the training step only', f"watch.{name}", mend)
+    if several and config.parallel.tp > 1 and model.kv_heads % config.parallel.tp:
+        what = f'{model.kv_heads} KV heads cannot be divided among {config.parallel.tp} ranks, and "semi_auto" has no replicated heads'
+        yield Problem(what, "parallel.tp", f'use a divisor of {model.kv_heads}, or train.engine = "spmd"')
 
 
 def _hosts(config: TrainConfig) -> Iterator[Problem]:

@@ -15,7 +15,8 @@ from model.loss import IGNORED
 from train.config import ModelSettings, TrainConfig
 from train.loader import open_loader
 from train.model_source import read_model_source
-from train.step import Tokens, Trainer, labels_of
+from train.semi_auto import AnyTrainer
+from train.step import Tokens, labels_of
 from train.watch import Watch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
@@ -34,7 +35,7 @@ def note_on_first_loss(watch: Watch, loss: float, vocabulary: int) -> None:
         )
 
 
-def check_start(config: TrainConfig, trainer: Trainer, watch: Watch, step: int) -> None:
+def check_start(config: TrainConfig, trainer: AnyTrainer, watch: Watch, step: int) -> None:
     """Compare the loss of the first batch, without dropout, with Transformers', where `watch.check_start` asks for it and nothing was
     trained yet. Called by all ranks at once; rank 0 computes Transformers' side in float32.
 

@@ -17,7 +17,7 @@ from mindspore.communication import get_group_size, get_rank, init
 from mappings.errors import Refused
 from model.config import ModelConfig
 from train.checkpoint import resume, save_checkpoint
-from train.communication import check_rank, make_groups
+from train.communication import Groups, check_rank, make_groups
 from train.config import ModelSettings, TrainConfig
 from train.data_index import read_index
 from train.dropout import attach_dropout
@@ -28,6 +28,7 @@ from train.metrics import StepMetrics
 from train.model_source import read_model_source
 from train.optimizer import AdamWSettings
 from train.schedule import learning_rate
+from train.semi_auto import AnyTrainer, SemiAutoTrainer, set_parallel_mode
 from train.start import Start, read_start
 from train.step import StepSettings, Trainer, labels_of
 from train.training_state import Progress, Schedule, differences, latest_checkpoint
@@ -63,7 +64,7 @@ class _Run:
     """Everything that a run on one rank needs. `progress` is where it stands."""
 
     config: TrainConfig
-    trainer: Trainer
+    trainer: AnyTrainer
     loader: SequenceLoader
     watch: Watch
     progress: Progress
@@ -103,8 +104,7 @@ def _prepare(config: TrainConfig, rank: int, ranks: int) -> _Run:
     check_rank(start.layout, rank, ranks)
     start = replace(start, model=_with_dropout(start.model, config.train.dropout))
     groups = make_groups(start.layout, rank, start.model.kv_heads)
-    trainer = Trainer(start, groups, step_settings(config), _loss_scale(config))
-    trainer.pipeline.dropout = attach_dropout(trainer.stage, config.train.seed, groups)
+    trainer = _trainer(config, start, groups)
     progress = Progress(
         0, 0, config.train.seed, config.data.shuffle, read_index(Path(config.data.path)).digest, Schedule.of(config),
     )  # fmt: skip
@@ -122,6 +122,18 @@ def _prepare(config: TrainConfig, rank: int, ranks: int) -> _Run:
     for note in notes:
         watch.note(note)
     return _Run(config, trainer, loader, watch, progress)
+
+
+def _trainer(config: TrainConfig, start: Start, groups: Groups) -> AnyTrainer:
+    """The engine that the config names."""
+    settings = step_settings(config)
+    if config.train.engine == "semi_auto":
+        if start.layout.ranks > 1:
+            set_parallel_mode(start.layout, settings.optimizer_sharding)
+        return SemiAutoTrainer(start, groups, settings, config.rank_batch, read_index(Path(config.data.path)).seq_length)
+    trainer = Trainer(start, groups, settings, _loss_scale(config))
+    trainer.pipeline.dropout = attach_dropout(trainer.stage, config.train.seed, groups)
+    return trainer
 
 
 def step_settings(config: TrainConfig) -> StepSettings:
@@ -204,5 +216,6 @@ def _validate(run_of_rank: _Run) -> None:
 def _save(run_of_rank: _Run) -> Path:
     settings = run_of_rank.config.checkpoint
     return save_checkpoint(
-        run_of_rank.trainer, Path(settings.folder), run_of_rank.progress, keep=settings.keep, file_format=settings.format
-    )
+        run_of_rank.trainer, Path(settings.folder), run_of_rank.progress, keep=settings.keep, file_format=settings.format,
+        writers=settings.writers,
+    )  # fmt: skip
