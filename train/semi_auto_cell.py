@@ -16,7 +16,8 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from model.ops import on_ascend
 from model.stage import DecoderStage
-from train.optimizer import AdamWSettings, decays
+from train.optimizer import AdamWSettings
+from train.optimizer_shares import decays
 
 Gradients = tuple[Tensor, ...]
 
@@ -87,7 +88,7 @@ class CompiledAdamW(nn.Cell):
         self.v = weights.clone("adam_v", "zeros")
         for state in (*self.m, *self.v):
             state.requires_grad = False
-        self.decayed = tuple(decays(weight) for weight in weights)
+        self.decayed = tuple(decays(tuple(weight.shape)) for weight in weights)
         self.update = ops.AdamWeightDecay()
         self.none = Tensor(0.0, ms.float32)
         self.beta1, self.beta2 = Tensor(settings.beta1, ms.float32), Tensor(settings.beta2, ms.float32)
