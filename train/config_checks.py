@@ -91,13 +91,17 @@ def _schedule(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(f"is {optimizer.min_learning_rate}, above the peak", "optimizer.min_learning_rate", mend)
 
 
-def _model(config: TrainConfig, model: ModelConfig) -> Iterator[Problem]:
-    where = f"model.path: {config.model.path}"
+def untrainable(model: ModelConfig, where: str) -> Iterator[Problem]:
+    """Why the bundled trainer does not train this kind of model. `where` names it."""
     if model.kind != "decoder" or not model.head:
         what = "an encoder" if model.kind != "decoder" else "a decoder without a head over the vocabulary"
         yield Problem(f"is {what}; ms-train predicts the next token", where, "give a causal language model")
     if model.experts:
         yield Problem("has mixture-of-experts layers, which are converted but not computed", where)
+
+
+def _model(config: TrainConfig, model: ModelConfig) -> Iterator[Problem]:
+    yield from untrainable(model, f"model.path: {config.model.path}")
     length = config.data.seq_length
     if length is not None and length > model.max_positions:
         yield Problem(

@@ -11,12 +11,13 @@ from converter.hf_folder import MAX_CONFIG_BYTES, read_json_object
 from converter.layout import Coordinates, ParallelLayout, held_slices, make_layout
 from converter.manifest import MANIFEST, read_manifest
 from converter.source_model import architecture_of, find_table
-from mappings.errors import Problem, Refused, refuse
+from mappings.errors import Refused, refuse
 from mappings.expand import Expansion, expand, restore_prefix
 from mappings.hf_config import read_model_config
 from mappings.tables import load_table, parse_table
 from model.config import ModelConfig
 from train.config import ModelSettings
+from train.config_checks import untrainable
 from train.model_source import read_model_source
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -59,7 +60,9 @@ def read_planned_model(settings: ModelSettings) -> PlannedModel:
         model = PlannedModel(path, source.config, source.expansion)
     else:
         model = _from_config(path / "config.json" if path.is_dir() else path, settings)
-    _check_trainable(model.config, str(path))
+    problems = list(untrainable(model.config, str(path)))
+    if problems:
+        raise Refused("ms-train does not train this model", problems)
     return model
 
 
@@ -83,14 +86,3 @@ def _from_config(path: Path, settings: ModelSettings) -> PlannedModel:
         data, table.config, family=table.family, architecture=architecture, tensors=(), where=str(path), other_keys=table.config_keys
     )
     return PlannedModel(path.parent, reading.config, expand(table, reading.config, data, ()))
-
-
-def _check_trainable(model: ModelConfig, where: str) -> None:
-    problems = []
-    if model.kind != "decoder" or not model.head:
-        what = "an encoder" if model.kind != "decoder" else "a decoder without a head over the vocabulary"
-        problems.append(Problem(f"is {what}; ms-train predicts the next token", where, "give a causal language model"))
-    if model.experts:
-        problems.append(Problem("has mixture-of-experts layers, which are converted but not computed", where))
-    if problems:
-        raise Refused("ms-train does not train this model", problems)
