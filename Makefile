@@ -18,7 +18,7 @@ JOBS ?= 2
 PYTEST ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint format bench install clean
+.PHONY: help demo test quick lint format bench oracle install clean
 
 help: ## List the targets
 	@echo "ms-convert: checkpoints between Hugging Face and MindSpore"
@@ -47,6 +47,37 @@ format: $(INSTALLED) ## Rewrite the sources as ruff wants them
 
 bench: $(INSTALLED) ## Time and memory of the conversions against cp
 	@$(PY) -m tests.benchmarks
+
+# One environment holds what all versions need; those of the versions add MindFormers itself. Python 3.11, gcc and nm; 4.5 GB, 15 minutes.
+ORACLES := 1.3.2 1.8.0 2.0.0
+ORACLE_PYTHON ?= python3.11
+ORACLE_BASE := .cache/oracle-base
+ORACLE_RUN := .cache/oracle-run
+ORACLE = mkdir -p $(ORACLE_RUN) && cd $(ORACLE_RUN) && \
+    { PYTHONPATH="$(CURDIR)" HF_HUB_OFFLINE=1 GLOG_v=3 ../oracle-$(1)/bin/python -m tests.oracle.$(2) > log.txt 2>&1; code=$$?; \
+      grep '^== ' log.txt; test $$code = 0 || { tail -40 log.txt; exit 1; }; }
+
+oracle: $(INSTALLED) $(ORACLES:%=.cache/oracle-%/.installed) ## Upstream's converters and networks against ms-convert, in environments of their own
+	@$(call ORACLE,1.8.0,generate_mindformers_1_8)
+	@$(call ORACLE,1.3.2,generate_mindformers_1_3)
+	@$(call ORACLE,2.0.0,generate_mindformers_2_0)
+	@model="$$($(PY) -m tests.real_models smollm2)" && \
+	    $(call ORACLE,1.8.0,check_logits 1.8=llama 1.8-fused=llama 1.8=qwen2 1.8-fused=qwen2 "1.8=$$model" "1.8-fused=$$model")
+	@$(call ORACLE,1.3.2,check_logits 1.3=llama 1.3-fused=llama)
+	$(PY) -m pytest tests/oracle
+
+$(ORACLE_BASE)/.installed: tests/oracle/requirements.txt
+	@echo "== MindSpore, PyTorch and what MindFormers imports: 4.2 GB in $(ORACLE_BASE)"
+	$(ORACLE_PYTHON) -m venv --clear $(ORACLE_BASE)
+	$(ORACLE_BASE)/bin/pip --disable-pip-version-check install --requirement tests/oracle/requirements.txt
+	$(ORACLE_BASE)/bin/pip --disable-pip-version-check install --no-deps mindpet==1.0.4
+	@touch $@
+
+.cache/oracle-%/.installed: $(ORACLE_BASE)/.installed
+	$(ORACLE_PYTHON) -m venv --clear --without-pip .cache/oracle-$*
+	$(ORACLE_BASE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > .cache/oracle-$*/lib/python3.11/site-packages/base.pth
+	$(ORACLE_BASE)/bin/pip --disable-pip-version-check install --no-deps --target .cache/oracle-$*/lib/python3.11/site-packages mindformers==$*
+	@touch $@
 
 install: $(INSTALLED) ## Only make .venv
 
