@@ -7,7 +7,7 @@ from mindspore import Tensor, nn, ops
 
 from model.config import ModelConfig
 from model.norms import hidden_norm
-from model.ops import RowLookup
+from model.ops import RowLookup, on_ascend
 from model.parallel import SINGLE, TensorParallel
 from model.precision import Precision, unset_parameter
 
@@ -60,6 +60,7 @@ class PositionEmbedding(nn.Cell):
         super().__init__()
         self.positions = positions
         self.compute_type = precision.compute_type
+        self.cast_table = not on_ascend()  # the CPU's StridedSliceGrad knows no bfloat16; on Ascend only the rows read need a cast
         self.embedding_table = unset_parameter((positions, hidden), precision, "embedding_table")
         self.slice = ops.StridedSlice()
         self.cast = ops.Cast()
@@ -68,8 +69,10 @@ class PositionEmbedding(nn.Cell):
         """-> [seq, hidden]. Raises ValueError for a sequence longer than the table."""
         if seq > self.positions:
             raise ValueError(f"a sequence of {seq} tokens, but the model has {self.positions} positions")
-        rows = self.slice(self.embedding_table, (0, 0), (seq, self.embedding_table.shape[1]), (1, 1))
-        return self.cast(rows, self.compute_type)
+        end = (seq, self.embedding_table.shape[1])
+        if self.cast_table:
+            return self.slice(self.cast(self.embedding_table, self.compute_type), (0, 0), end, (1, 1))
+        return self.cast(self.slice(self.embedding_table, (0, 0), end, (1, 1)), self.compute_type)
 
 
 class TransformerEmbedding(nn.Cell):
