@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.oracle.networks import legacy_llama, llama_1_3
+from tests.oracle.networks import gpt2_1_3, legacy_llama, llama_1_3
 from tests.oracle.sources import SOURCES
 
 BATCH, LENGTH = 2, 32
@@ -41,6 +41,7 @@ CHECKS = {
     "1.8-fused": Check("mindformers-legacy@1.8-fused", lambda config: legacy_llama(config, 1, fused=True, **SIZES)),
     "1.3": Check("mindformers-legacy@1.3", lambda config: llama_1_3(config, 1, fused=False, **SIZES)),
     "1.3-fused": Check("mindformers-legacy@1.3-fused", lambda config: llama_1_3(config, 1, fused=True, **SIZES)),
+    "gpt2-1.3": Check("mindformers-legacy@1.3", lambda config: gpt2_1_3(config, 1, **SIZES)),
 }
 
 
@@ -93,7 +94,7 @@ def _of_transformers(folder: Path, config: Mapping[str, Any], tokens: npt.NDArra
     from transformers import AutoConfig, AutoModelForCausalLM
 
     described = AutoConfig.from_pretrained(folder)
-    if config["rope_theta"] is not None:
+    if config["rope_theta"]:
         described.rope_theta = config["rope_theta"]
     model = AutoModelForCausalLM.from_pretrained(folder, config=described, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

@@ -59,7 +59,7 @@ def llama_1_3(config: Config, tp: int, *, fused: bool, seq_length: int = 16, bat
     return network
 
 
-def gpt2_1_3(config: Config, tp: int) -> Any:
+def gpt2_1_3(config: Config, tp: int, *, seq_length: int = 16, batch_size: int = 1) -> Any:
     """`GPT2LMHeadModel` of MindFormers 1.3.2, on a MindSpore that is newer than it."""
     stand_in_for(*GONE_FROM_MINDSPORE)
     import mindspore as ms
@@ -70,7 +70,8 @@ def gpt2_1_3(config: Config, tp: int) -> Any:
     # The constructor computes a constant with it, and under the parallel compiler no operator can be run.
     operations.Ones.__call__ = lambda self, shape, dtype: ms.Tensor(np.ones(shape, np.float32), dtype)
     made = GPT2Config(
-        seq_length=16,
+        batch_size=batch_size,
+        seq_length=seq_length,
         vocab_size=config["vocab_size"],
         hidden_size=config["n_embd"],
         num_layers=config["n_layer"],
@@ -82,7 +83,11 @@ def gpt2_1_3(config: Config, tp: int) -> Any:
         parallel_config=TransformerOpParallelConfig(model_parallel=tp, data_parallel=1, vocab_emb_dp=False),
         **FLOAT32,
     )
-    return GPT2LMHeadModel(made).set_train(False)
+    network = GPT2LMHeadModel(made).set_train(False)
+    for _, cell in network.cells_and_names():
+        if getattr(cell, "dtype", None) == ms.float16:
+            cell.dtype = ms.float32  # float16 is written into the code, whatever compute_dtype says
+    return network
 
 
 def qwen3_2_0(config: Config, tp: int, *, seq_length: int = 16) -> Any:
