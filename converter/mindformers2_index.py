@@ -19,7 +19,8 @@ from converter.mindformers2_folder import chunk_key
 from converter.strategy_format import ParameterLayout
 
 STEP = 0
-_ALIASES = {2: ("dp", "tp"), 3: ("dp", "kv", "replica")}
+_ALIASES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp", "kv", "replica")}
+"""Names for the axes of the devices, by their number: axes of one are left out. MindFormers only wants one for each."""
 
 
 @dataclass(frozen=True)
