@@ -53,6 +53,7 @@ class ForeignCheckpoint:
     """A checkpoint without a manifest. `kind` is a phrase for people, `folder` where its files are.
 
     `tensors` by name in the files' order; `ignored` are names that are no weights, by why they are left out. `files` are all files read.
+    Each of `replicas` are chunks of several files that should hold the same bytes.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class ForeignCheckpoint:
     tensors: Mapping[str, ChunkedTensor]
     ignored: Mapping[str, tuple[str, ...]]
     files: tuple[Path, ...]
+    replicas: tuple[tuple[StoredTensor, ...], ...] = ()
 
 
 def check_chunks(tensors: Iterable[ChunkedTensor]) -> None:

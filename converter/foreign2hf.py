@@ -19,7 +19,7 @@ from converter.execute import execute
 from converter.foreign_model import ForeignModel, config_file, understand_checkpoint
 from converter.hf_folder import SideFile, check_inside
 from converter.manifest import write_atomically
-from converter.mindformers2_folder import METADATA, MODEL_FILE, TRACKER, read_mindformers2
+from converter.mindformers2_folder import METADATA, MODEL_FILE, TRACKER, read_mindformers2, step_folders
 from converter.ms2hf import CONFIG, INDEX, HFOptions
 from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
 from converter.output_folder import HF_FOLDER, FileRecord, OutputFolder, Run, finish_interrupted, missing_space
@@ -60,12 +60,11 @@ class ForeignSource:
 
 @dataclass(frozen=True)
 class ForeignRestoration:
-    """A planned way back. `replicas` must hold the same bytes; `side_files` are those beside config.json that a model folder has."""
+    """A planned way back. `side_files` are those beside config.json that a model folder has."""
 
     source: ForeignSource
     model: ForeignModel
     plan: Plan
-    replicas: tuple[tuple[StoredTensor, ...], ...]
     side_files: tuple[SideFile, ...]
     run: Run
     options: HFOptions
@@ -87,11 +86,9 @@ def plan_foreign(source: ForeignSource, options: HFOptions, *, one_file: bool = 
     """
     config = config_file(source.config)
     not_weights = source.dialect.table.not_weights if source.dialect is not None else ()
-    replicas: tuple[tuple[StoredTensor, ...], ...] = ()
     if has_rank_folders(source.folder):
         ranks = read_rank_folders(source.folder, source.strategy, not_weights)
         model = understand_checkpoint(ranks.checkpoint, source.dialect, config, ranks.cuts, source.fused_for)
-        replicas = ranks.replicas
     else:
         model = understand_checkpoint(_whole_tensors(source.folder), source.dialect, config, None, source.fused_for)
     plan = _plan(model, options.dtype, None if one_file else MAX_SHARD_BYTES)
@@ -99,7 +96,7 @@ def plan_foreign(source: ForeignSource, options: HFOptions, *, one_file: bool = 
     for name in (*names, config.name):
         check_inside(config.parent / name, config.parent)
     side_files = tuple(SideFile(name, config.parent / name, (config.parent / name).stat().st_size) for name in names)
-    restoration = ForeignRestoration(source, model, plan, replicas, side_files, _identity(source, model, config, options), options)
+    restoration = ForeignRestoration(source, model, plan, side_files, _identity(source, model, config, options), options)
     return replace(restoration, run=replace(restoration.run, paths=tuple(_paths(restoration))))
 
 
@@ -111,7 +108,8 @@ def _whole_tensors(path: Path) -> ForeignCheckpoint:
     if not path.is_dir():
         raise refuse("no such file or folder", str(path), "give a checkpoint of MindFormers or MindSpore")
     named = any(MODEL_FILE.fullmatch(name) for name in safetensors_files(path))
-    return read_mindformers2(path) if named or (path / TRACKER).is_file() or (path / METADATA).is_file() else read_unified(path)
+    native = named or (path / TRACKER).is_file() or (path / METADATA).is_file() or step_folders(path)
+    return read_mindformers2(path) if native else read_unified(path)
 
 
 def _identity(source: ForeignSource, model: ForeignModel, config: Path, options: HFOptions) -> Run:
@@ -204,7 +202,7 @@ def restore_foreign(restoration: ForeignRestoration, output: Path, on_progress: 
     side_bytes = sum(side.size for side in restoration.side_files)
     folder = OutputFolder(output, HF_FOLDER, restoration.run, overwrite=options.overwrite, lock_places=[0])
     folder.check()
-    check_replicas(restoration.replicas, options.workers)
+    check_replicas(restoration.model.checkpoint.replicas, options.workers)
     with folder:
         remaining = unfinished_files(plan.files, folder, options.workers)
         outcome.notes += folder.notes

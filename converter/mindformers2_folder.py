@@ -47,15 +47,31 @@ def iteration_folder(step: int) -> str:
     return f"iteration_{step:08d}"
 
 
+def step_folders(folder: Path) -> list[str]:
+    """The names of the folders of steps in a folder, sorted."""
+    return sorted((entry.name for entry in folder.iterdir() if ITERATION.fullmatch(entry.name) and entry.is_dir()), key=_step_of)
+
+
+def _step_of(name: str) -> int:
+    return int(name.rpartition("_")[2])
+
+
 def chunk_key(name: str, place: int) -> str:
     """How `storage_data` spells a chunk."""
     return str((name, (place,)))
 
 
 def find_iteration(folder: Path) -> Path:
-    """The folder of the latest step; the folder itself where nothing tracks steps. Raises Refused for a step that is not there."""
+    """The folder of the latest step; the folder itself where nothing tracks steps.
+
+    Raises Refused for a step that is not there, and for folders of steps of which nothing says which is the last finished one.
+    """
     tracker = folder / TRACKER
     if not tracker.is_file():
+        steps = step_folders(folder)
+        if steps and not safetensors_files(folder):
+            mend = f"the save may not have ended: give the folder of the step that you want, {steps[-1]} for example"
+            raise refuse(f"no {TRACKER} beside {len(steps)} folder(s) of steps", str(folder), mend)
         return folder
     check_inside(tracker, folder)
     with tracker.open("rb") as file:
@@ -116,7 +132,8 @@ def _read_indexed(folder: Path) -> ForeignCheckpoint:
     check_chunks(tensors.values())
     if not tensors:
         raise refuse("it lists no weights", str(folder / METADATA), "give the folder of a checkpoint")
-    return ForeignCheckpoint(KIND, folder, tensors, {OPTIMIZER_STATE: tuple(optimizer)} if optimizer else {}, index.files)
+    ignored = {OPTIMIZER_STATE: tuple(optimizer)} if optimizer else {}
+    return ForeignCheckpoint(KIND, folder, tensors, ignored, index.files, tuple(index.replicas))
 
 
 class _Index:
@@ -125,6 +142,7 @@ class _Index:
     def __init__(self, folder: Path, storage: Mapping[str, Any]) -> None:
         self._folder, self._storage = folder, storage
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
+        self.replicas: list[tuple[StoredTensor, ...]] = []
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -162,11 +180,14 @@ class _Index:
         local = tuple(size // cut for size, cut in zip(shape, cuts, strict=True))
         chunks = []
         for place in places:
-            stored = self._stored(name, place)
-            if stored.shape != local:
-                raise self._wrong(name, f"a chunk has the shape {list(stored.shape)} in {stored.path.name}, not {list(local)}")
+            holders = self._holders(name, place)
+            for stored in holders:
+                if stored.shape != local:
+                    raise self._wrong(name, f"a chunk has the shape {list(stored.shape)} in {stored.path.name}, not {list(local)}")
+            if len(holders) > 1:
+                self.replicas.append(tuple(holders))
             numbers = _row_major(place, cuts)
-            chunks.append(Chunk(tuple(number * size for number, size in zip(numbers, local, strict=True)), stored))
+            chunks.append(Chunk(tuple(number * size for number, size in zip(numbers, local, strict=True)), holders[0]))
         dtype = self._dtype(name, entry)
         return ChunkedTensor(name, dtype or chunks[0].stored.dtype, shape, tuple(chunks))
 
@@ -187,11 +208,13 @@ class _Index:
             raise self._wrong(name, f"{quoted(str(outside[0]))} is not the name of a file in the folder")
         return [str(file) for file in files]
 
-    def _stored(self, name: str, place: int) -> StoredTensor:
-        """The chunk in the first of its files that is there."""
-        files = self._files_of(name, place)
+    def _holders(self, name: str, place: int) -> list[StoredTensor]:
+        """The chunk in each of its files that is there; at least one must be."""
+        files = list(dict.fromkeys(self._files_of(name, place)))
         present = [file for file in files if file in self._headers or (self._folder / file).is_file()]
-        file = (present or files)[0]
+        return [self._stored(name, place, file) for file in present or files[:1]]
+
+    def _stored(self, name: str, place: int, file: str) -> StoredTensor:
         if file not in self._headers:
             self._headers[file] = {tensor.name: tensor for tensor in stored_tensors(self._folder, file)}
         stored = self._headers[file].get(name)

@@ -37,12 +37,9 @@ _RANK = re.compile(r"rank_([0-9]{1,7})")
 
 @dataclass(frozen=True)
 class RankFolders:
-    """The checkpoint, the slices that hold the same elements as another rank's, and into how many each tensor is cut by tensor parallelism
-    (without the optimizer's cut).
-    """
+    """The checkpoint, and into how many each tensor is cut by tensor parallelism (without the optimizer's cut)."""
 
     checkpoint: ForeignCheckpoint
-    replicas: tuple[tuple[StoredTensor, ...], ...]
     cuts: Mapping[str, tuple[int, ...]]
 
 
@@ -74,7 +71,7 @@ def read_rank_folders(folder: Path, strategy: Path | None, not_weights: Sequence
     tensors, replicas, cuts = _placed(weights, layouts, home)
     check_chunks(tensors.values())
     named = {why: tuple(sorted(names)) for why, names in ignored.items()}
-    return RankFolders(ForeignCheckpoint(KIND, home, tensors, named, tuple(files)), replicas, cuts)
+    return RankFolders(ForeignCheckpoint(KIND, home, tensors, named, tuple(files), replicas), cuts)
 
 
 def _rank_folders(folder: Path) -> dict[int, Path]:

@@ -44,12 +44,22 @@ class RankTree:
     canonical: Expansion
     dialect: Dialect | None
 
+    @property
+    def cut_for(self) -> ParallelLayout:
+        """The ranks that fused tensors are laid out for: of a unified folder those of its strategy files, else those of the files."""
+        return ranks_of(self.manifest)
+
     def path_of(self, rank: int, name: str) -> str:
         """The file that holds a rank's slice of a parameter, relative to the folder; the rank's first file where it has none."""
         stored = self.slices.get(rank, {}).get(name)
         if stored is not None:
             return stored.path.relative_to(self.path).as_posix()
         return next(file.path for file in self.manifest.files if file.rank == rank)
+
+
+def ranks_of(manifest: Manifest) -> ParallelLayout:
+    """The ranks that load the files: of a unified folder those of its strategy files."""
+    return (manifest.strategy or manifest.layout).layout()
 
 
 def read_rank_tree(folder: Path) -> RankTree:
@@ -61,7 +71,7 @@ def read_rank_tree(folder: Path) -> RankTree:
     dialect = manifest.target.read(str(folder / MANIFEST)) if manifest.target is not None else None
     canonical = expand(table, manifest.model, manifest.source.config, set(names.values()))
     layout = manifest.layout.layout()
-    cut_for = manifest.strategy.layout() if manifest.strategy is not None else layout
+    cut_for = ranks_of(manifest)
     _check_divides(folder, canonical, cut_for, dialect)
     expansion = compose(canonical, dialect, cutting_of(cut_for), manifest.family)
     _check_recorded_slices(folder, manifest, expansion)

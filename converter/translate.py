@@ -60,7 +60,7 @@ def plan_translation(folder: Path, options: TranslationOptions) -> Conversion:
     """Plan the translation of an output of ms-convert. Raises Refused."""
     tree = read_rank_tree(folder)
     made = assembled(tree)
-    layout = (tree.manifest.strategy or tree.manifest.layout).layout()
+    layout = tree.cut_for
     origin = Origin(
         made, lambda side_files: replace(tree.manifest.source, side_files=side_files), tree.manifest.dtype,
         xxhash.xxh3_128_hexdigest((folder / MANIFEST).read_bytes()), lambda plan: _check_tree(tree, plan, options.workers),
@@ -109,7 +109,7 @@ def plan_foreign_translation(source: ForeignSource, options: TranslationOptions)
     model = _model_of_foreign(restoration, made)
     origin = Origin(
         made, lambda side_files: _record_of_foreign(model, side_files), "keep", restoration.run.identity,
-        lambda plan: check_replicas(restoration.replicas, options.workers),
+        lambda plan: check_replicas(restoration.model.checkpoint.replicas, options.workers),
     )  # fmt: skip
     return conversion_of(model, options.conversion(1, 1, 1, None), origin)
 

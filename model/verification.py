@@ -105,7 +105,7 @@ def open_sides(model: Path, target: Path, rules: str | None = None) -> Sides:
     table, note = _table(folder, tree, rules)
     source = understand(folder, table, None if tree is None else tree.manifest.model.tied)
     if tree is not None:
-        source = source.in_dialect(tree.dialect, cutting_of(tree.layout))
+        source = source.in_dialect(tree.dialect, cutting_of(tree.cut_for))
     notes = list(source.notes) + ([note] if note else [])
     if tree is not None and tree.table.text != source.table.text:
         notes.append(f"the rank tree was made with another rule table ({tree.table.where}) than it is verified with ({source.table.where})")

@@ -223,3 +223,27 @@ def test_several_files_without_a_map_are_not_guessed_at(tmp_path: Path) -> None:
         read_unified(tmp_path / "in")
     os.unlink(tmp_path / "in/part1.safetensors")
     assert_read(read_unified(tmp_path / "in"), {"a": arrays["a"]})
+
+
+def test_steps_without_a_tracker_are_not_guessed_at(tmp_path: Path) -> None:
+    """MindFormers writes the tracker last: without it no step is known to be whole."""
+    for step in (40, 8):
+        (tmp_path / f"iteration_{step:08d}").mkdir()
+        save_file({"w": np.ones(3, np.float32)}, tmp_path / f"iteration_{step:08d}" / "model-0000000-0000001.safetensors")
+    with pytest.raises(Refused) as caught:
+        read_mindformers2(tmp_path)
+    assert "no latest_checkpointed_iteration.txt beside 2 folder(s) of steps" in str(caught.value) and "iteration_00000040" in str(
+        caught.value
+    )
+    assert list(read_mindformers2(tmp_path / "iteration_00000008").tensors) == ["w"]
+
+
+def test_every_replica_that_the_index_names_is_told(tmp_path: Path) -> None:
+    """The four ranks of a stage hold a norm four times, a tensor of two parts each part twice."""
+    write_golden(tmp_path)
+    checkpoint = read_mindformers2(tmp_path)
+    groups: dict[str, list[set[str]]] = {}
+    for group in checkpoint.replicas:
+        groups.setdefault(group[0].name, []).append({stored.path.name for stored in group})
+    assert [len(files) for files in groups["decoder.layers.0.input_layernorm.weight"]] == [4]
+    assert [len(files) for files in groups["decoder.layers.0.self_attention.linear_qkv.weight"]] == [2, 2]
