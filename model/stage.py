@@ -60,6 +60,7 @@ class DecoderStage(nn.Cell):
         self.lm_head: Any = VocabParallelHead(local, has_bias=False, precision=precision, parallel=parallel) if stage.last else None
         self.cross_entropy: Any = VocabParallelCrossEntropy(local, parallel) if stage.last else None
         self.tied = config.tied
+        self.cast_table = True  # once for both uses of a tied table; False where they are stages of one compiled graph
         self.cast = ops.Cast()
 
     def construct(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -72,12 +73,13 @@ class DecoderStage(nn.Cell):
         cos, sin = None, None
         if self.rotary is not None:
             cos, sin = self.rotary(x.shape[1])
-        table = None
+        table, cast_table = None, None
         if self.tied and self.last:
-            # Cast once for both its uses: their gradients are added in the compute type, and a CPU adds no bfloat16
-            table = self.cast(self.embedding.tokens.embedding_table, self.compute_type)
+            table = self.embedding.tokens.embedding_table
+            if self.cast_table:  # else the uses' gradients would be added in the compute type, and a CPU adds no bfloat16
+                table = cast_table = self.cast(table, self.compute_type)
         if self.first:
-            x = self.embedding(x, None, table)
+            x = self.embedding(x, None, cast_table)
         for layer in self.layers:
             x = layer(x, cos, sin)
         if not self.last:

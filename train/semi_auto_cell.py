@@ -53,6 +53,7 @@ def loss_network(decoder: DecoderStage, micro_batches: int, stages: int) -> nn.C
 def set_stages(decoder: DecoderStage, layers_per_stage: tuple[int, ...]) -> None:
     """Give every cell of a whole decoder the pipeline stage that computes it."""
     last = len(layers_per_stage) - 1
+    decoder.cast_table = False  # the compiler sends a parameter to another stage, but nothing computed from it outside of a stage
     decoder.embedding.pipeline_stage = 0
     stages = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
     for layer, stage in zip(decoder.layers, stages, strict=True):

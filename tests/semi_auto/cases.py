@@ -25,7 +25,9 @@ SEQ = 16
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a layout. `ascend`: with the fused operators that exist on Ascend only, activations bfloat16."""
+    """A model and a layout. `ascend`: as it is built there, with fused operators, activations in bfloat16, and all micro-batches using one
+    compiled graph (`lazy_inline`).
+    """
 
     model: str
     dp: int = 1
@@ -39,6 +41,11 @@ class Case:
     def name(self) -> str:
         words = [f"{key}{value}" for key, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if value > 1]
         return "-".join([self.model, *words, *["sharded"] * self.optimizer_sharding, *["ascend"] * self.ascend])
+
+    @property
+    def copies(self) -> int:
+        """How often the graph has what a micro-batch does."""
+        return 1 if self.ascend else self.micro_batches
 
     @property
     def config(self) -> ModelConfig:
@@ -61,4 +68,13 @@ CASES = {
         Case(model, dp=2, tp=2, micro_batches=2, optimizer_sharding=True),
         Case(model, tp=2, pp=2, micro_batches=2),
     )
-} | {case.name: case for case in (Case("llama", dp=2, tp=2, ascend=True), Case("qwen3-tied", dp=2, tp=2, ascend=True), Case("llama", tp=4))}
+} | {
+    case.name: case
+    for case in (
+        Case("llama", dp=2, tp=2, ascend=True),
+        Case("qwen3-tied", dp=2, tp=2, ascend=True),
+        Case("llama", tp=2, pp=2, micro_batches=2, ascend=True),
+        Case("gpt2", tp=2, pp=2, micro_batches=2, ascend=True),
+        Case("llama", tp=4),
+    )
+}

@@ -23,7 +23,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 def _row(case: Case) -> tuple[str, ...]:
     counted = [(item, count) for stage in read_golden(case).communication.values() for item, count in stage.items()]
 
-    def number(chosen: Callable[[Communication], bool], per: float = case.micro_batches) -> str:
+    def number(chosen: Callable[[Communication], bool], per: float = case.copies) -> str:
         found = sum(count for item, count in counted if chosen(item)) / per
         return f"{found:g}"
 
@@ -36,16 +36,16 @@ def _row(case: Case) -> tuple[str, ...]:
     def over_tensor_ranks(item: Communication) -> bool:
         return activation(item) and len(item.ranks) == case.tp and item.ranks[-1] - item.ranks[0] == case.tp - 1
 
-    layers = case.micro_batches * case.config.layers
+    layers = case.copies * case.config.layers
     backward = sum(count for item, count in counted if over_tensor_ranks(item) and item.backward)
-    ends = 3 * case.micro_batches  # the gradients of the embedding's sum and of the loss's two, which the dumps do not name apart
+    ends = 3 * case.copies  # the gradients of the embedding's sum and of the loss's two, which the dumps do not name apart
     return (
         case.name,
         number(lambda item: in_layers(item) and not item.backward, layers),
         f"{(backward - ends) / layers:g}",
         number(lambda item: activation(item) and "embedding" in item.scope and not item.backward),
         number(lambda item: activation(item) and "cross_entropy" in item.scope and not item.backward),
-        number(lambda item: item.kind == "Send" and not item.backward),
+        number(lambda item: item.kind == "Send" and not item.backward, case.micro_batches),
         _weights(case),
     )
 

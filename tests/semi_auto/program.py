@@ -14,7 +14,9 @@ from mindspore import Tensor
 from mindspore.communication import get_rank, init
 from mindspore.graph.api import _cell_graph_executor
 
+import model.embedding
 import model.ops
+import train.semi_auto_cell
 from tests.semi_auto.cases import CASES, SEQ
 from train.semi_auto import declare_decoder, set_parallel_mode, training_cell
 from train.step import StepSettings
@@ -32,7 +34,8 @@ def compile_case(name: str, folder: Path) -> None:
     settings = StepSettings(
         case.micro_batches, optimizer_sharding=case.optimizer_sharding, compute="bfloat16" if case.ascend else "float32"
     )
-    model.ops.on_ascend = lambda: case.ascend
+    for module in (model.ops, model.embedding, train.semi_auto_cell):
+        setattr(module, "on_ascend", lambda: case.ascend)  # noqa: B010 (mypy knows no such attribute of theirs)
     cell = training_cell(declare_decoder(case.config, case.layout, settings), case.layout, settings)
     ids = Tensor(np.zeros((4 * case.micro_batches, SEQ), np.int32))
     try:

@@ -69,7 +69,7 @@ def needed(case: Case, stage: int) -> Counter[tuple[str, tuple[int, ...], str]]:
         ("AllReduce sum", group, "backward"): 2 * layers + first + 2 * last,
         ("AllReduce sum", data, "cross_entropy"): int(last and case.dp > 1),
     }
-    counted = Counter({key: count * case.micro_batches for key, count in found.items() if count})
+    counted = Counter({key: count * case.copies for key, count in found.items() if count})
     if case.dp > 1 and case.micro_batches > 1:  # the gradient of a scalar, the same for all micro-batches; with one it is a constant
         counted["AllReduce sum", data, "backward"] = 1
     return counted
