@@ -208,9 +208,20 @@ def _row_groups(path: Path, options: DocumentOptions) -> Iterator[Span]:
 def _parquet_texts(span: Span, options: DocumentOptions) -> Iterator[str]:
     with _parquet(Path(span.path)) as file:
         groups = list(range(span.start, span.stop))
-        for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=[options.text_key], use_threads=False):
+        batches = file.iter_batches(batch_size=1024, row_groups=groups, columns=[options.text_key], use_threads=False)
+        for batch in _readable(batches, f"{span.path}, row group {span.start}"):
             for value in batch.column(0):
                 yield _as_text(value.as_py(), f"{span.path}, row group {span.start}", options)
+
+
+def _readable(batches: Iterator[Any], where: str) -> Iterator[Any]:
+    """The batches. pyarrow's error for a damaged page does not say of which file."""
+    from pyarrow import ArrowException
+
+    try:
+        yield from batches
+    except (ArrowException, OSError) as error:
+        raise refuse(f"cannot be read: {str(error).strip()[:200]}", where, "download it again") from error
 
 
 def _parquet(path: Path) -> Any:

@@ -150,6 +150,16 @@ def test_a_parquet_file_without_the_column_says_which_it_has(tmp_path: Path) -> 
         divide([tmp_path / "a.parquet"], DocumentOptions())
 
 
+def test_a_parquet_file_with_a_damaged_page_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["some words " * 500, None]}), path)
+    content = bytearray(path.read_bytes())
+    content[8:60] = bytes(byte ^ 0x5A for byte in content[8:60])
+    path.write_bytes(content)
+    with pytest.raises(Refused, match=r"a\.parquet, row group 0"):
+        list(read(divide([path], DocumentOptions())[0], DocumentOptions()))
+
+
 def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1000)
     assert "a line of more than" in refusal(tmp_path / "a.jsonl", b'{"text": "' + b"a" * 2000 + b'"}')
