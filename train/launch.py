@@ -81,14 +81,25 @@ def _port(settings: LaunchSettings) -> int:
         socket.getaddrinfo(settings.master_addr, None)
     except OSError as error:
         raise refuse(f"cannot be resolved: {error.strerror or error}", f"launch.master_addr: {settings.master_addr}") from error
-    if settings.master_port is not None:
-        return settings.master_port
-    if settings.nnodes > 1:
-        return PORT_OF_SEVERAL_HOSTS
+    given = PORT_OF_SEVERAL_HOSTS if settings.master_port is None and settings.nnodes > 1 else settings.master_port
+    if given is not None:
+        if not settings.node_rank:  # the scheduler is on this host
+            _check_free(given)
+        return given
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
+
+
+def _check_free(port: int) -> None:
+    """Raises Refused for a port on which somebody listens: the ranks would wait for a scheduler that cannot begin."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise refuse(f"cannot be used: {error.strerror}", f"launch.master_port: {port}", "give another one") from error
 
 
 def _unused(folder: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -172,6 +173,18 @@ def test_ranks_that_are_busy_or_many_are_not_soon_thought_dead(tmp_path: Path, m
 def test_an_address_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="cannot be resolved"):
         planned(tmp_path, "succeed", launch__master_addr="no-such-host.invalid")
+
+
+def test_a_port_on_which_somebody_listens_is_refused_on_the_host_of_the_scheduler(tmp_path: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        with pytest.raises(Refused, match="in use"):
+            planned(tmp_path, "succeed", launch__master_port=port)
+        other = {"launch__nnodes": 2, "launch__node_rank": 1, "launch__master_addr": "10.1.2.3"}
+        assert planned(tmp_path, "succeed", launch__master_port=port, **other).master_port == port
+    assert planned(tmp_path, "succeed", launch__master_port=port).master_port == port
 
 
 def test_a_log_is_followed_line_by_line(tmp_path: Path) -> None:
