@@ -99,19 +99,22 @@ class MetricsFile:
 
 def _keep_before(path: Path, first_step: int) -> None:
     """Drop the lines of later steps, and a last line that a killed run left unfinished."""
-    kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if -1 < _step_of(line) < first_step]
+    kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if -1 < _steps_before(line) <= first_step]
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     os.replace(partial, path)
 
 
-def _step_of(line: str) -> int:
+def _steps_before(line: str) -> int:
+    """How many steps a run has done when it writes this line; -1 for what is no line of ours. A validation counts the steps before it."""
     try:
         facts = json.loads(line)
     except ValueError:
         return -1
     step = facts.get("step") if isinstance(facts, dict) else None
-    return step if isinstance(step, int) else -1
+    if not isinstance(step, int) or step < 0:
+        return -1
+    return step if "validation_loss" in facts else step + 1
 
 
 def _unused(path: Path) -> Path:

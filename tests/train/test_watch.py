@@ -113,6 +113,18 @@ def test_a_resumed_run_takes_the_place_of_later_steps_and_of_a_torn_line(tmp_pat
     assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]
 
 
+def test_a_resumed_run_keeps_the_validation_of_the_weights_that_it_begins_with(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path, first_step=0)
+    for step in range(6):
+        file.write({"step": step, "loss": 1.0})
+        if step % 2:
+            file.write({"step": step + 1, "validation_loss": 2.0})
+    file.close()
+    MetricsFile(tmp_path, first_step=4).close()
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert [(line["step"], "loss" in line) for line in lines] == [(0, True), (1, True), (2, False), (2, True), (3, True), (4, False)]
+
+
 def test_a_new_run_keeps_the_metrics_of_an_older_one(tmp_path: Path) -> None:
     for run in range(3):
         file = MetricsFile(tmp_path, first_step=0)
