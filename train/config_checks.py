@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
@@ -12,6 +13,7 @@ from mappings.errors import Problem, Refused
 from model.config import ModelConfig
 from train.config import TrainConfig
 from train.data_index import DataIndex
+from train.training_state import LATEST
 
 
 def check(config: TrainConfig, model: ModelConfig, ranks: int | None) -> list[Problem]:
@@ -118,6 +120,17 @@ def _folders(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             "lies inside model.path, which stays as it is", f"checkpoint.folder: {config.checkpoint.folder}", "give another folder"
         )
+    elif not config.checkpoint.resume and (output / LATEST).exists():
+        yield Problem(
+            "holds the checkpoints of a run, which a new run would remove",
+            f"checkpoint.folder: {config.checkpoint.folder}",
+            "go on from them with --resume, or give another folder",
+        )
+    for name, given in (("checkpoint.folder", config.checkpoint.folder), ("watch.folder", config.watch.folder)):
+        place = Path(given).absolute()
+        place = next(folder for folder in (place, *place.parents) if folder.exists() or folder.is_symlink())
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            yield Problem(f"{place} is no folder that can be written", f"{name}: {given}", "give another folder")
 
 
 def _precision(config: TrainConfig) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -14,7 +15,8 @@ from types import FrameType
 import mindspore as ms
 from mindspore.communication import get_group_size, get_rank, init
 
-from mappings.errors import Refused
+from converter.folder_lock import PROGRESS_FOLDER, FolderLock
+from mappings.errors import Refused, refuse
 from model.config import ModelConfig
 from train.checkpoint import resume, save_checkpoint
 from train.communication import Groups, check_rank, make_groups
@@ -34,21 +36,23 @@ from train.step import StepSettings, Trainer, labels_of
 from train.training_state import Progress, Schedule, differences, latest_checkpoint
 from train.watch import Watch, profiled
 
-ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+LOCKS_UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system says that keeps no locks."""
 
 
 def run(config: TrainConfig) -> int:
     """Train as this process's rank: of the job that msrun started, or alone. The config was checked (train/config_checks.py).
 
     Returns:
-        The process's exit code: 0; 143 when a run without msrun was asked to end and has saved. (Under msrun that is 0, and the launcher
-        knows that it asked.)
+        The process's exit code: 0; 143 (SIGTERM) or 130 (Ctrl-C) when a run without msrun was asked to end and has saved. (Under msrun
+        that is 0, and the launcher knows that it asked.)
 
     Raises:
-        Refused: for a start that does not fit, and for a loss or gradient that is not finite.
+        Refused: for a start that does not fit, a checkpoint folder that another run uses, and for a loss or gradient that is not finite.
+        KeyboardInterrupt: at a second Ctrl-C.
     """
     rank, ranks = _join(config)
-    with _asked_to_stop() as asked:
+    with _asked_to_stop(alone="MS_ROLE" not in os.environ) as asked, _only_run(Path(config.checkpoint.folder), rank):
         run_of_rank = _prepare(config, rank, ranks)
         try:
             check_start(config, run_of_rank.trainer, run_of_rank.watch, run_of_rank.progress.step)
@@ -56,7 +60,7 @@ def run(config: TrainConfig) -> int:
                 stopped = _train(run_of_rank, asked)
         finally:
             run_of_rank.watch.close()
-    return ENDED_BY_SIGTERM if stopped and "MS_ROLE" not in os.environ else 0
+    return 128 + asked[0] if stopped and "MS_ROLE" not in os.environ else 0
 
 
 @dataclass
@@ -83,18 +87,50 @@ def _join(config: TrainConfig) -> tuple[int, int]:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """Collects SIGTERM instead of dying of it."""
+def _asked_to_stop(alone: bool) -> Iterator[list[int]]:
+    """Collects SIGTERM, and without a launcher the first Ctrl-C, instead of dying of it."""
     asked: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in asked:
+            raise KeyboardInterrupt
         asked.append(number)
 
-    before = signal.signal(signal.SIGTERM, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, *([signal.SIGINT] if alone else []))}
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _only_run(folder: Path, rank: int) -> Iterator[None]:
+    """Rank 0 has the checkpoint folder to itself: two runs would remove each other's checkpoints. Raises Refused when another has it,
+    and OSError when it cannot be written.
+    """
+    if rank:
+        yield
+        return
+    lock = FolderLock(folder / PROGRESS_FOLDER / "lock", (0,))
+    try:
+        lock.open()
+        _take(lock, folder)
+        yield
+    finally:
+        lock.close()
+
+
+def _take(lock: FolderLock, folder: Path) -> None:
+    try:
+        with lock.gate():
+            lock.take()
+    except Refused as refused:
+        mend = "wait for it, or give another checkpoint.folder"
+        raise refuse("another run saves its checkpoints here", f"checkpoint.folder: {folder}", mend) from refused
+    except OSError as error:
+        if error.errno not in LOCKS_UNKNOWN:
+            raise
 
 
 def _prepare(config: TrainConfig, rank: int, ranks: int) -> _Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import typing
@@ -161,6 +162,24 @@ def test_a_config_that_fits_has_no_problem(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_refused_where_it_stands(tmp_path: Path, values: dict[str, Any], where: str) -> None:
     assert problems_of(tmp_path, **values) == {where}
+
+
+def test_a_new_run_does_not_begin_in_the_checkpoint_folder_of_another(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    given: dict[str, Any] = {"checkpoint__folder": str(tmp_path / "checkpoints"), "watch__folder": str(tmp_path / "watch")}
+    assert problems_of(tmp_path, **given) == set()
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000010\n")
+    assert problems_of(tmp_path, **given) == {"checkpoint.folder"}
+    assert problems_of(tmp_path, checkpoint__resume=True, **given) == set()
+
+
+def test_folders_that_cannot_be_written_are_told_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "read-only").mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: real(path, mode) and Path(path).name != "read-only")  # root may write anywhere
+    given: dict[str, Any] = {"checkpoint__folder": str(tmp_path / "file" / "a"), "watch__folder": str(tmp_path / "read-only" / "b" / "c")}
+    assert problems_of(tmp_path, **given) == {"checkpoint.folder", "watch.folder"}
 
 
 def test_kv_heads_may_be_replicated(tmp_path: Path) -> None:
