@@ -56,10 +56,12 @@ from train.start import Start
 from train.training_state import (
     CHECKPOINT_NAME,
     LATEST,
+    REPLACED,
     STATE_VERSION,
     Progress,
     StateFileRecord,
     TrainingState,
+    latest_checkpoint,
     read_state,
     write_state,
 )
@@ -111,14 +113,21 @@ def save_checkpoint(
         trainer.wait_for_all()
     if place.rank == 0:
         _finish(trainer, partial, run, progress, file_format)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        sync_folder(folder)
-        write_atomically(folder / LATEST, name + "\n")
+        _publish(partial, final)
         _remove_old(folder, keep, final)
     trainer.wait_for_all()
     return final
+
+
+def _publish(partial: Path, final: Path) -> None:
+    """Give a checkpoint its name and let `latest` say it. One that has the name already stays, aside, until then."""
+    aside = final.with_name(final.name + REPLACED)
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        os.replace(final, aside)
+    os.replace(partial, final)
+    sync_folder(final.parent)
+    write_atomically(final.parent / LATEST, final.name + "\n")
 
 
 def _identity(trainer: AnyTrainer, progress: Progress) -> str:
@@ -201,7 +210,7 @@ def _origin(start: Start, folder: Path) -> tuple[str, str, str, SourceRecord]:
     """Table, its name, family, and the Hugging Face folder that the model came from, whose side files are copied along."""
     if start.source.manifest is not None:
         manifest = start.source.manifest
-        side = start.source.path / SIDE_FOLDER
+        side = _side_folder(start.source.path, folder.parent)
         copied = copy_side_files(
             (SideFile(file.name, side / file.name, file.size) for file in manifest.source.side_files), folder / SIDE_FOLDER
         )
@@ -212,6 +221,11 @@ def _origin(start: Start, folder: Path) -> tuple[str, str, str, SourceRecord]:
     assert source is not None, "a source is one of the two"
     side_records = copy_side_files(side_files_of(source.folder), folder / SIDE_FOLDER)
     return source.table.text, source.table.where, source.table.family, source_record(source, side_records)
+
+
+def _side_folder(source: Path, checkpoints: Path) -> Path:
+    """Where the side files are: in the source, or, if it was a checkpoint that newer ones have taken the place of, in the newest."""
+    return (source if source.is_dir() else latest_checkpoint(checkpoints)) / SIDE_FOLDER
 
 
 def _check_replicas(start: Start, records: Sequence[RankRecord]) -> None:
@@ -232,14 +246,14 @@ def _check_replicas(start: Start, records: Sequence[RankRecord]) -> None:
 
 def _remove_old(folder: Path, keep: int, newest: Path) -> None:
     """Remove all but the newest `keep` finished checkpoints, and what killed runs left half-written."""
-    names = sorted(path.name for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name))
+    names = sorted((path.name for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)), key=lambda name: (len(name), name))
     for name in names[:-keep] if keep else []:
         if name != newest.name:
             # A checkpoint without its manifest is none: so it goes first, lest a kill leave half of one that looks finished
             (folder / name / "manifest.json").unlink(missing_ok=True)
             shutil.rmtree(folder / name)
-    for path in folder.iterdir():
-        if path.name.endswith(PARTIAL) and CHECKPOINT_NAME.fullmatch(path.name.removesuffix(PARTIAL)):
+    for path in list(folder.iterdir()):
+        if path.suffix in (PARTIAL, REPLACED) and CHECKPOINT_NAME.fullmatch(path.stem):
             shutil.rmtree(path)
 
 

@@ -19,6 +19,11 @@ class LossScale:
     good: int = 0
     dynamic: bool = False
 
+    @property
+    def may_fall(self) -> bool:
+        """Whether a gradient that is not finite may be the scale's doing."""
+        return self.dynamic and self.scale > SMALLEST
+
     def after(self, overflow: bool) -> LossScale:
         """The scale of the next step."""
         if not self.dynamic:

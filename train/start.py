@@ -12,14 +12,15 @@ from converter.canonical import filled
 from converter.layout import ParallelLayout, Slice, held_slices, make_layout
 from converter.plan_hf2ms import plan_rank_tree
 from converter.rank_tree import RankTree, read_rank_tree
-from mappings.errors import Refused
+from mappings.errors import Problem, Refused
 from mappings.expand import Expansion, ParameterOfModel
 from model.config import ModelConfig
 from model.stage import Stage
 from train.config import ParallelSettings
 from train.model_source import ModelSource, check_layout
-from train.slice_files import stored_arrays
+from train.slice_files import record_of, stored_arrays
 
+MAX_PROBLEMS = 20
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -66,16 +67,31 @@ class Start:
         return {item.name for item, piece in self.slices(rank) if first[item.name] == place.stage and place.tensor % piece.replicas == 0}
 
     def parameters(self, rank: int) -> Iterator[tuple[str, Array]]:
-        """(canonical name, this rank's slice) in the stored type. Padding is zero. Raises Refused for a file that cannot be read."""
+        """(canonical name, this rank's slice) in the stored type. Padding is zero.
+
+        Raises Refused for a file that cannot be read, and, after the last slice, for those that are not what a rank tree's manifest says.
+        """
         place = self.layout.coordinates(rank)
         if self.tree is not None:
-            stored = self.tree.slices[self.tree.layout.rank(place.stage, 0, place.tensor)]
-            yield from stored_arrays(stored.values())
+            yield from _unchanged(self.tree, self.tree.layout.rank(place.stage, 0, place.tensor))
             return
         assert self.source.hf is not None, "a source is one of the two"
         first = self.layout.rank(place.stage, 0, place.tensor)
         planned = plan_rank_tree(self.source.hf, self.layout, file_format="safetensors", ranks=[first])
         yield from filled(planned.plan.files[0].tensors)
+
+
+def _unchanged(tree: RankTree, rank: int) -> Iterator[tuple[str, Array]]:
+    """A rank's slices. A .ckpt file does not say which rank and step it is of: that it is another's shows only in its values."""
+    recorded = {tensor.name: (file.path, tensor.xxh3) for file in tree.manifest.files if file.rank == rank for tensor in file.tensors}
+    problems = []
+    for name, array in stored_arrays(tree.slices[rank].values()):
+        path, checksum = recorded[name]
+        if checksum and record_of(name, array).xxh3 != checksum:
+            problems.append(Problem(f"{name} is not what the manifest recorded", str(tree.path / path), "choose another source"))
+        yield name, array
+    if problems:
+        raise Refused("the weights are of another checkpoint, or were changed", problems[:MAX_PROBLEMS])
 
 
 def read_start(source: ModelSource, parallel: ParallelSettings) -> Start:

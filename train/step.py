@@ -102,7 +102,7 @@ class Trainer:
         correction = expected / (max(tokens, 1) * self.scale.scale)
         gradients, norm_tensor = self._synchronize(ms.mutable(own), Tensor(correction, ms.float32))
         norm = float(norm_tensor.asnumpy())
-        overflow = self.scale.dynamic and not math.isfinite(norm) and math.isfinite(loss)
+        overflow = self.scale.may_fall and not math.isfinite(norm) and math.isfinite(loss)
         finite = math.isfinite(loss) and (overflow or math.isfinite(norm))
         self.scale = self.scale.after(overflow)
         if finite and not overflow:

@@ -20,6 +20,8 @@ from train.config import TrainConfig
 
 TRAINING = "training.json"
 LATEST = "latest"
+REPLACED = ".replaced"
+"""Added to the name of a checkpoint while another of the same step takes its place."""
 CHECKPOINT_NAME = re.compile(r"step_[0-9]{8,}")
 STATE_VERSION = 1
 MAX_BYTES = 512 << 20
@@ -108,6 +110,9 @@ def latest_checkpoint(folder: Path) -> Path:
     if not CHECKPOINT_NAME.fullmatch(name):
         raise refuse("does not name a checkpoint", str(tracker), "write the name of a whole one, step_00000010 for example")
     if not (folder / name).is_dir():
+        if (folder / (name + REPLACED)).is_dir():
+            mend = f"a kill came while another was to take its place: rename {name}{REPLACED} to {name}"
+            raise refuse(f"names {name}, which is not there", str(tracker), mend)
         raise refuse(f"names {name}, which is not there", str(tracker), "write the name of a whole one, step_00000010 for example")
     read_manifest(folder / name)
     return folder / name
