@@ -110,6 +110,8 @@ def _layouts(place: Path, ranks: int) -> list[Mapping[str, ParameterLayout]]:
         raise refuse(f"{len(paths)} strategy files", str(place), "give the folder with the run's ckpt_strategy_rank_*.ckpt files")
     stages: dict[int, dict[str, ParameterLayout]] = {}
     for path in paths:
+        if place.is_dir():
+            check_inside(path, place)
         for stage, layouts in read_strategy_file(path).stages.items():
             named = {layout.name: layout for layout in layouts}
             if stages.setdefault(stage, named) != named:

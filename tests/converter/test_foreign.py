@@ -185,9 +185,16 @@ def lose_a_name(run: Path) -> None:
         save_file(tensors, path)
 
 
+def link_a_strategy(run: Path) -> None:
+    path = run / "strategy/ckpt_strategy_rank_1.ckpt"
+    path.rename(run.parent / "elsewhere.ckpt")
+    path.symlink_to(run.parent / "elsewhere.ckpt")
+
+
 RUINS: dict[str, tuple[Callable[[Path], None], str]] = {
     "replica": (ruin_a_replica, "decoder.final_layernorm.weight differs between its replicas"),
     "no strategy": (lambda run: shutil.rmtree(run / "strategy"), "--strategy FOLDER"),
+    "strategy that is a link": (link_a_strategy, "a link that leads out of the folder"),
     "name that no strategy places": (add_a_name, "decoder.mystery.weight: no strategy file says how it is cut"),
     "missing": (lose_a_name, "missing: decoder.layers.2.mlp.linear_fc2.weight"),
     "rank": (lambda run: shutil.rmtree(run / "checkpoint/rank_0"), "give all ranks from 0 on"),
