@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -67,6 +68,16 @@ class ByteSize(click.ParamType[Any]):
         if not _is_number(number) or unit is None or not int(number):
             self.fail(f"{value!r} is not a size such as 500MB or 2GiB", param, ctx)
         return int(number) * unit
+
+
+class FiniteRange(click.FloatRange):
+    """A number between bounds. click's own range lets nan and, without an upper bound, inf pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 def _is_number(text: str) -> bool:

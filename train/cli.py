@@ -12,7 +12,7 @@ import click
 
 from converter import __version__
 from converter.command_line import run_command_line
-from converter.command_options import Command
+from converter.command_options import Command, FiniteRange
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -172,8 +172,8 @@ Examples:
 @click.option(
     "--precision", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True, help="Of the weights."
 )
-@click.option("--dropout", type=click.FloatRange(0, 0.999), help="As train.dropout. Default: the model's own.")
-@click.option("--tokens-per-second", type=click.FloatRange(1), help="Tell the utilisation (MFU) that this rate would need.")
+@click.option("--dropout", type=FiniteRange(0, 0.999), help="As train.dropout. Default: the model's own.")
+@click.option("--tokens-per-second", type=FiniteRange(1), help="Tell the utilisation (MFU) that this rate would need.")
 @click.option("--write", type=click.Path(dir_okay=False), help="Write the config of the best layout here.")
 @click.option("--data", default="data", show_default=True, help="data.path of the written config.")
 @click.option("--steps", type=click.IntRange(1, 1 << 40), default=1000, show_default=True, help="train.steps of the written config.")

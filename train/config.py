@@ -23,6 +23,7 @@ else:
 
 FloatType = Literal["float32", "bfloat16", "float16"]
 MAX_CONFIG_BYTES = 1 << 20
+MAX_MICRO_BATCHES = 1 << 20
 FROM_CONFIG = "from config"
 
 
@@ -56,7 +57,7 @@ class ParallelSettings:
     pp: int = setting("pipeline stages", 1, low=1, high=1 << 20)
     dp: int = setting("data-parallel ranks", 1, low=1, high=1 << 20)
     micro_batches: int = setting(
-        "parts of a data-parallel rank's batch, one after the other (gradients add up); at least pp", 1, low=1, high=1 << 20
+        "parts of a data-parallel rank's batch, one after the other (gradients add up); at least pp", 1, low=1, high=MAX_MICRO_BATCHES
     )
     layers_per_stage: tuple[int, ...] | None = setting("layers of each stage, as in [10, 10, 12]; left out: even", None, low=1, high=10_000)
     vocab_multiple: int | None = setting("pad the vocabulary to a multiple of this, as hf2ms does", None, low=1, high=1 << 20)

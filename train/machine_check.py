@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,11 +57,14 @@ def run_facts(path: Path, system: System, overrides: Sequence[str] = ()) -> RunF
 
 def _hccl_variables(launch: LaunchSettings) -> dict[str, str]:
     """What `ms-train launch` gives the ranks."""
-    values = {name.upper(): getattr(launch, name) for name in HCCL_SETTINGS} if launch.device == "ascend" else {}
-    return {name: str(value) for name, value in values.items() if value is not None}
+    if launch.device != "ascend":
+        return {}
+    values = {name.upper(): getattr(launch, name) for name in HCCL_SETTINGS}
+    deterministic = {"HCCL_DETERMINISTIC": "true"} if launch.hccl_deterministic else {}
+    return {name: str(value) for name, value in values.items() if value is not None} | deterministic
 
 
 def _weight_bytes(folder: Path) -> int:
-    """The size of the weight files in a folder and in those right below it; hard links of one file count once."""
-    files = (file for pattern in WEIGHTS for depth in ("", "*/") for file in folder.glob(depth + pattern))
+    """The size of the weight files in a folder and in those right below it; hard links of one file count once, links to nowhere not."""
+    files = (file for pattern in WEIGHTS for depth in ("", "*/") for file in folder.glob(depth + pattern) if os.path.isfile(file))
     return sum({(status.st_dev, status.st_ino): status.st_size for file in files if (status := file.stat())}.values())

@@ -6,6 +6,7 @@ The rules on variables are those of `AscendEnvChecker._check_env` in the install
 from __future__ import annotations
 
 import posixpath
+import shlex
 from collections.abc import Iterator
 
 from converter.digits import whole_number
@@ -23,7 +24,7 @@ def set_env(machine: Machine) -> str:
     """The command that sets CANN's variables."""
     cann = machine.cann or next(iter(machine.cann_on_disk), None)
     home = posixpath.dirname(cann.home) if cann and posixpath.basename(cann.home) == "latest" else (cann.home if cann else "CANN")
-    return f"source {home}/set_env.sh"
+    return f"source {shlex.quote(f'{home}/set_env.sh')}"
 
 
 @RULES.rule(

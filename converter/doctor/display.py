@@ -44,7 +44,7 @@ def _show_machine(out: Console, machine: Machine) -> None:
     if not machine.has_ascend:
         out.print("  Ascend    none on this machine: no driver, no CANN, no NPU")
         return
-    cann = f"CANN {machine.cann.version} in {machine.cann.home}" if machine.cann else "no CANN set up"
+    cann = f"CANN {machine.cann.version or 'of unknown version'} in {machine.cann.home}" if machine.cann else "no CANN set up"
     devices = f"{len(machine.devices)} NPUs" + "".join(f" ({name})" for name in sorted({npu.name for npu in machine.npus}))
     out.print(f"  Ascend    {printable(cann)}, driver {printable(machine.driver or 'missing')}, {printable(devices)}")
 

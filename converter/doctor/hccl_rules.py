@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -45,7 +46,7 @@ def _unknown(case: Case) -> Iterator[Sight]:
     for name in sorted(case.machine.environment):
         if name.startswith("HCCL_") and name not in KNOWN:
             near = difflib.get_close_matches(name, KNOWN, 1)
-            yield Sight(f"{name} is set", near[0] if near else "a variable that HCCL knows", f"unset {name}", name)
+            yield Sight(f"{name} is set", near[0] if near else "a variable that HCCL knows", f"unset {shlex.quote(name)}", name)
 
 
 @RULES.rule("hccl-family-alone", "warning", source="envref_07_0076", why="no error: HCCL ignores it, and IPv4 or IPv6 is chosen by chance")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ipaddress import ip_address
 
 from converter.digits import whole_number
 from converter.doctor.ascend_rules import visible_devices
@@ -148,7 +149,7 @@ def _not_here(case: Case) -> Iterator[Sight]:
 def _table_address(case: Case) -> Iterator[Sight]:
     for device in _devices_here(case):
         real = case.machine.device_addresses.get(-1 if device.device_id is None else device.device_id)
-        if real is not None and device.device_ip is not None and device.device_ip != real:
+        if real is not None and device.device_ip is not None and ip_address(device.device_ip) != ip_address(real):
             seen = f"device {device.device_id} has {real}, the table says {device.device_ip}"
             yield Sight(seen, f'"device_ip": "{real}"', "", _where(case.table, device.line_of("device_ip")))
 

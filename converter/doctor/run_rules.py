@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections.abc import Iterator
 
 from converter.digits import whole_number
@@ -104,7 +105,7 @@ def _master(case: Case) -> Iterator[Sight]:
         yield Sight(
             f"launch.master_addr {quoted(run.master)} has no address",
             "an address, or a name in /etc/hosts",
-            f"getent hosts {run.master}",
+            f"getent hosts {shlex.quote(run.master)}",
             run.config,
         )
 
@@ -162,8 +163,15 @@ def _port(case: Case) -> Iterator[Sight]:
 )  # fmt: skip
 def _node_timeout(case: Case) -> Iterator[Sight]:
     run = case.run
-    if run and run.ranks > MANY_RANKS and run.node_timeout is not None and run.node_timeout < LONG_TIMEOUT:
-        yield Sight(f"launch.node_timeout {run.node_timeout} for {run.ranks} ranks", f"{LONG_TIMEOUT} to 1800, or left out", "", run.config)
+    if run is None or run.ranks <= MANY_RANKS:
+        return
+    name, where = "launch.node_timeout", run.config
+    given = run.node_timeout
+    if given is None:  # then the launcher leaves the shell's variable as it is
+        name = where = "MS_NODE_TIMEOUT"
+        given = whole_number(case.machine.environment.get(name, ""))
+    if given is not None and given < LONG_TIMEOUT:
+        yield Sight(f"{name} {given} for {run.ranks} ranks", f"{LONG_TIMEOUT} to 1800, or left out", "", where)
 
 
 @RULES.rule("run-reads", "error", source="the config", why="ms-train refuses to start: the file cannot be read")
@@ -179,7 +187,9 @@ def _writes(case: Case) -> Iterator[Sight]:
     for setting, folder in case.run.writes.items() if case.run else ():
         disk = case.machine.disks.get(folder)
         if disk is not None and not disk.writable:
-            yield Sight(f"{setting} {quoted(folder)} cannot be written", "a folder that you may write to", f"ls -ld {folder}", setting)
+            yield Sight(
+                f"{setting} {quoted(folder)} cannot be written", "a folder that you may write to", f"ls -ld {shlex.quote(folder)}", setting
+            )
 
 
 @RULES.rule(
@@ -191,7 +201,7 @@ def _not_shared(case: Case) -> Iterator[Sight]:
     disk = case.machine.disks.get(run.checkpoint_folder) if run else None
     if run and disk and run.nodes > 1 and disk.kind and disk.kind not in SHARED:
         seen = f"checkpoint.folder {quoted(disk.path)} lies on {disk.kind}, which the other hosts do not see"
-        yield Sight(seen, "storage that all hosts share (nfs, lustre, gpfs, ...)", f"df -T {disk.path}", "checkpoint.folder")
+        yield Sight(seen, "storage that all hosts share (nfs, lustre, gpfs, ...)", f"df -T {shlex.quote(disk.path)}", "checkpoint.folder")
 
 
 @RULES.rule(

@@ -5,6 +5,7 @@ Outputs were taken from public reports: `npu-smi info` of 910B (A2), Ascend910 (
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +19,12 @@ INSTALL_INFO = "/etc/ascend_install.info"
 USUAL_PLACE = "/usr/local/Ascend"
 CANN_FOLDERS = ("cann", "ascend-toolkit/latest", "nnae/latest", "latest")
 """Where CANN lies below its place; it moved from ascend-toolkit to cann."""
-_VERSION = re.compile(r"^Version\s*=\s*(\S+)", re.MULTILINE | re.IGNORECASE)
+_VERSION = re.compile(r"^Version[ \t]*=[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)
 _DEVICE = re.compile(r"davinci(\d{1,4})")
-_FIRST_LINE = re.compile(r"\|\s*(\d+)\s+(\S+)\s*\|\s*(\S+)\s*\|")
-_SECOND_LINE = re.compile(r"\|\s*(\d+)(?:\s+(\d+))?\s*\|\s*(?:[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+|NA)\s*\|(.*)\|")
-_PROCESS = re.compile(r"\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|")
-_MEMORY = re.compile(r"(\d+)\s*/\s*(\d+)")
+_FIRST_LINE = re.compile(r"\|\s*(\d{1,9})\s+(\S+)\s*\|\s*(\S+)\s*\|")
+_SECOND_LINE = re.compile(r"\|\s*(\d{1,9})(?:\s+(\d{1,9}))?\s*\|\s*(?:[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+|NA)\s*\|(.*)\|")
+_PROCESS = re.compile(r"\|\s*(\d{1,9})\s+(\d{1,9})\s*\|\s*(\d{1,9})\s*\|")
+_MEMORY = re.compile(r"(\d{1,9})\s*/\s*(\d{1,9})")
 
 
 def version_in(text: str | None) -> str | None:
@@ -34,7 +35,7 @@ def version_in(text: str | None) -> str | None:
 
 def read_cann(system: System, home: str) -> Cann | None:
     """CANN in a folder; None if there is no such folder."""
-    if not home.startswith("/") or not system.path(home).is_dir():
+    if not home.startswith("/") or not os.path.isdir(system.path(home)):
         return None
     return Cann(home.rstrip("/"), version_in(system.text(f"{home}/compiler/version.info")))
 

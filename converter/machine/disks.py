@@ -19,10 +19,10 @@ SHARED = frozenset({
 def read_disk(system: System, path: str) -> Disk:
     """What is below a path, which need not exist yet."""
     place = system.place(path)
-    nearest = next(parent for parent in (place, *place.parents) if parent.exists())
+    nearest = next(parent for parent in (place, *place.parents) if os.path.exists(parent))
     return Disk(
         path=path,
-        exists=place.exists(),
+        exists=os.path.exists(place),
         kind=_kind(system, nearest),
         free=system.free_bytes(nearest),
         writable=system.may_write(nearest),

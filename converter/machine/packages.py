@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from converter.machine.facts import MindSpore
-from converter.machine.system import MAX_BYTES, System
+from converter.machine.system import System, read_small
 
 CHECKED = (
     "click", "hccl", "mindformers", "mindspore", "ml_dtypes", "numpy", "packaging", "protobuf", "rich", "safetensors", "te", "tokenizers",
@@ -61,10 +61,10 @@ def _find(system: System, name: str) -> Distribution | None:
 
 def accepted_cann(source: Path) -> tuple[str, ...] | None:
     """The releases of CANN in MindSpore's own check, `self.version = ["8.2", ...]` in its `AscendEnvChecker`; None if it is not there."""
+    content = read_small(source)
     try:
-        with open(source, "rb") as file:
-            tree = ast.parse(file.read(MAX_BYTES))
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(content or b"")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two for brackets within brackets
         return None
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == "AscendEnvChecker":
@@ -83,9 +83,6 @@ def _version_lists(checker: ast.ClassDef) -> Iterator[tuple[str, ...]]:
 
 def _custom_ops_cann(file: Path) -> str | None:
     """The release of CANN in `custom_opp_compiler_version=9.1.0`."""
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
+    text = (read_small(file) or b"").decode("utf-8", errors="replace")
     value = text.partition("=")[2].strip()
     return ".".join(value.split(".")[:2]) if value else None

@@ -63,7 +63,9 @@ def probe(system: System, *, names: Iterable[str] = (), folders: Iterable[str] =
         reserved_ports=reserved_ports(system),
         ephemeral_ports=ephemeral_ports(system),
         disks={folder: read_disk(system, folder) for folder in folders},
-        existing_files=frozenset(value for value in map(system.environment.get, FILE_VARIABLES) if value and system.place(value).is_file()),
+        existing_files=frozenset(
+            value for value in map(system.environment.get, FILE_VARIABLES) if value and os.path.isfile(system.place(value))
+        ),
     )
 
 
@@ -74,17 +76,19 @@ def _python_path(system: System) -> list[str]:
 def _has_package(system: System, name: str) -> bool:
     """Whether `import name` would find a folder: in PYTHONPATH, or where Python looks anyway."""
     folders = (*map(system.place, _python_path(system)), *(system.folder / entry for entry in system.search_path))
-    return any((folder / name).is_dir() for folder in folders)
+    return any(os.path.isdir(folder / name) for folder in folders)
 
 
 def _shadows(system: System) -> tuple[str, ...]:
     """What `import mindspore` finds here before the installed package: a folder or a file in the working directory."""
-    names = (name for name in ("mindspore", "mindspore.py") if (system.folder / name).exists())
-    return tuple(name for name in names if not (system.folder / name / "run_check").is_dir())
+    names = (name for name in ("mindspore", "mindspore.py") if os.path.exists(system.folder / name))
+    return tuple(name for name in names if not os.path.isdir(system.folder / name / "run_check"))
 
 
 def _has_libgomp(system: System) -> bool:
     """Whether the library that MindSpore loads first stands where a loader looks."""
     entries = [entry for entry in system.environment.get("LD_LIBRARY_PATH", "").split(os.pathsep) if entry.startswith("/")]
     folders = (*LIBRARY_FOLDERS, *entries, f"{system.prefix}/lib")
-    return any(system.path(f"{folder}/{LIBGOMP}").exists() for folder in folders) or LIBGOMP in (system.text("/etc/ld.so.cache") or "")
+    return any(os.path.exists(system.path(f"{folder}/{LIBGOMP}")) for folder in folders) or LIBGOMP in (
+        system.text("/etc/ld.so.cache") or ""
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -62,6 +63,19 @@ def within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
     return answers[0] if answers else otherwise
 
 
+def read_small(path: Path) -> bytes | None:
+    """The first 4 MiB of a regular file, None where there is none that can be read. A FIFO is not waited for."""
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            return file.read(MAX_BYTES) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def _free_bytes(path: Path) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
@@ -98,11 +112,8 @@ class System:
 
     def text(self, path: str) -> str | None:
         """A small text file of the machine, None where there is none that can be read."""
-        try:
-            with open(self.path(path), "rb") as file:
-                return file.read(MAX_BYTES).decode("utf-8", errors="replace")
-        except OSError:
-            return None
+        content = read_small(self.path(path))
+        return None if content is None else content.decode("utf-8", errors="replace")
 
     def names(self, path: str) -> list[str]:
         """The names in a folder of the machine, [] where there is none."""
@@ -116,6 +127,6 @@ class System:
         folders = [folder for folder in self.environment.get("PATH", "").split(os.pathsep) if folder.startswith("/")]
         for folder in (*folders, *TOOL_FOLDERS):
             path = self.path(f"{folder}/{name}")
-            if path.is_file() and os.access(path, os.X_OK):
+            if os.path.isfile(path) and os.access(path, os.X_OK):
                 return str(path)
         return None

@@ -21,7 +21,7 @@ from converter.untrusted import opened, quoted
 from mappings.errors import refuse
 
 _T = TypeVar("_T")
-MAX_BYTES = 64 << 20
+MAX_BYTES = 8 << 20  # 60,000 devices
 MAX_ID = 63  # characters of a server_id: shorter than 64, says the guide
 MAX_DEVICE_ID = 15  # 16 devices at most are in one server (Atlas A3)
 
@@ -41,7 +41,7 @@ class CheckedTable:
 
 
 def check_file(path: Path) -> CheckedTable:
-    """Checks a file. Raises Refused if it cannot be read or is larger than 64 MiB."""
+    """Checks a file. Raises Refused if it cannot be read or is larger than 8 MiB."""
     with opened(path) as (descriptor, size):
         if size > MAX_BYTES:
             raise refuse(f"larger than {MAX_BYTES >> 20} MiB", str(path), "this is no rank table")
@@ -176,7 +176,7 @@ def _check_servers(servers: tuple[ServerEntry, ...], findings: Findings) -> None
 
 def _check_device_addresses(servers: tuple[ServerEntry, ...], findings: Findings) -> None:
     devices = [device for server in servers for device in server.devices]
-    for device, first in _repeated((device, device.device_ip) for device in devices):
+    for device, first in _repeated((device, device.device_ip and ipaddress.ip_address(device.device_ip)) for device in devices):
         why = f"{INVALID} Reason:[The IP is used repeatedly.]"
         seen = f"device_ip {device.device_ip} again, first on line {first.line_of('device_ip')}"
         findings.add(

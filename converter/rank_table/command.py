@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,9 @@ def make(
         click.echo(text, nl=False)
     else:
         _write(Path(output), text, overwrite)
-        click.echo(f"{output}: {sum(len(server.devices) for server in wanted)} ranks; on each host: export RANK_TABLE_FILE={output}")
+        click.echo(
+            f"{output}: {sum(len(server.devices) for server in wanted)} ranks; on each host: export RANK_TABLE_FILE={shlex.quote(output)}"
+        )
     named = [piece.rpartition(":")[0].strip(" []") for piece in servers.split(",")]
     if named != [server.address for server in wanted]:
         click.echo(
@@ -145,7 +148,9 @@ def _startable(servers: Sequence[Any]) -> list[tuple[str, list[int]]]:
     for server in servers:
         devices = [device.device_id for device in server.devices]
         ranks = [device.rank_id for device in server.devices]
-        if server.server_id is None or not devices or None in devices or None in ranks or not server.server_id.isprintable():
+        if server.server_id is None or not server.server_id.isprintable() or not devices or None in devices or None in ranks:
+            return []
+        if len(set(devices)) < len(devices):
             return []
         found.append((min(ranks), server.host_ip or server.server_id, sorted(devices)))
     return [(address, devices) for _, address, devices in sorted(found)]

@@ -131,12 +131,12 @@ NOT_TEXT = f"{INVALID} HCCL logs: json object property value of Name[...] is not
 
 
 def is_address(text: str) -> bool:
-    """Whether it is an IPv4 or IPv6 address."""
+    """Whether it is an IPv4 or IPv6 address. One with a zone, as in fe80::1%eth0, is none: it says nothing to another host."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
         return False
-    return True
+    return "%" not in text
 
 
 def _kind(node: Node) -> str:

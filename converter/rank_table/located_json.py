@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 MAX_DEPTH = 32
+MAX_SLIPS = 1000
 _SPACE = re.compile(r"[ \t\r\n]*")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -75,6 +76,12 @@ class _Reader:
     def line(self, position: int) -> int:
         return bisect_right(self._starts, position)
 
+    def _slip(self, what: str, position: int) -> None:
+        """One more slip. Raises Unreadable when there are so many that this is another kind of file."""
+        if len(self.slips) == MAX_SLIPS:
+            raise Unreadable(f"more than {MAX_SLIPS} things that are no JSON", self.line(position))
+        self.slips.append(Slip(what, self.line(position)))
+
     def skip(self, position: int) -> int:
         """The position of the next thing that is neither space nor comment."""
         while True:
@@ -82,7 +89,7 @@ class _Reader:
             comment = _COMMENT.match(self._text, position)
             if comment is None:
                 return position
-            self.slips.append(Slip("a comment, which JSON has not", self.line(position)))
+            self._slip("a comment, which JSON has not", position)
             position = comment.end()
 
     def value(self, position: int, depth: int) -> Node:
@@ -117,7 +124,7 @@ class _Reader:
             if self._text[colon : colon + 1] != ":":
                 raise Unreadable(f"no colon behind the key {key[:80]!r}", self.line(min(colon, len(self._text))))
             if key in members:
-                self.slips.append(Slip(f"the key {key[:80]!r} a second time in one object", self.line(start)))
+                self._slip(f"the key {key[:80]!r} a second time in one object", start)
             members[key] = self.value(self.skip(colon + 1), depth + 1)
         return members
 
@@ -132,7 +139,7 @@ class _Reader:
             if self._text[position : position + 1] == ",":
                 comma, position = position, self.skip(position + 1)
                 if self._text[position : position + 1] == closing:
-                    self.slips.append(Slip(f"a comma before {closing!r}", self.line(comma)))
+                    self._slip(f"a comma before {closing!r}", comma)
             elif self._text[position : position + 1] != closing:
                 found = self._text[position : position + 1]
                 what = f"expected a comma or {closing!r}, found {found!r}" if found else f"the file ends before a {closing!r}"

@@ -13,6 +13,7 @@ from converter.display import ranges
 from converter.rank_table.entries import INVALID, Findings, ServerEntry
 
 FIRST_SHOWN = 20
+MAX_SHOWN = 80  # characters
 
 
 def check_ranks(servers: Sequence[ServerEntry], findings: Findings) -> None:
@@ -48,15 +49,15 @@ def _check_order(servers: Sequence[ServerEntry], findings: Findings) -> None:
         if ranks[-1] - ranks[0] >= len(ranks):
             why = "slices are cut for ranks that lie together; tensor parallelism would go over the slow network"
             findings.add(
-                "server-order", server.line, f"server {server.server_id} has the ranks {ranges(ranks)}",
+                "server-order", server.line, f"server {_name(server)} has the ranks {_shown(ranges(ranks))}",
                 wanted="the ranks of a server in one run", why=why,
             )  # fmt: skip
         _check_slots(server, findings)
     by_rank = [server.server_id or "" for server, _ in sorted(spans, key=lambda span: span[1][0])]
     if by_rank != sorted(by_rank):
         findings.add(
-            "server-order", spans[0][0].line, f"servers by rank: {', '.join(by_rank[:8])}",
-            wanted=f"the dictionary order of server_id: {', '.join(sorted(by_rank)[:8])}",
+            "server-order", spans[0][0].line, f"servers by rank: {_names(by_rank)}",
+            wanted=f"the dictionary order of server_id: {_names(sorted(by_rank))}",
             why="MindSpore's guide wants it so; where code relies on it, a rank gets another rank's slice", severity="warning",
         )  # fmt: skip
 
@@ -65,7 +66,20 @@ def _check_slots(server: ServerEntry, findings: Findings) -> None:
     slots = [device.device_id for device in sorted(server.devices, key=lambda device: device.rank_id or 0) if device.device_id is not None]
     if slots != sorted(slots):
         findings.add(
-            "device-order", server.line, f"server {server.server_id}: devices by rank {', '.join(map(str, slots))}",
+            "device-order", server.line, f"server {_name(server)}: devices by rank {_shown(', '.join(map(str, slots)))}",
             wanted="device_id rising with rank_id", severity="warning",
             why="msrun gives local rank N the device N: with the table a rank is on another device than without",
         )  # fmt: skip
+
+
+def _name(server: ServerEntry) -> str:
+    return _shown(server.server_id or "")
+
+
+def _names(servers: Sequence[str]) -> str:
+    return ", ".join(map(_shown, servers[:8]))
+
+
+def _shown(text: str) -> str:
+    """A file may hold a name, or ranks, of any length."""
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

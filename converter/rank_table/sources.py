@@ -13,9 +13,9 @@ from mappings.errors import refuse
 
 HCCN_CONF = "etc/hccn.conf"
 MAX_BYTES = 1 << 20
-_ADDRESS = re.compile(r"^\s*(?:ipv6_)?address_(\d{1,4})\s*=\s*(\S+)\s*$", re.MULTILINE)
-_PRINTED = re.compile(r"^\s*ip(?:v6)?(?:_?addr(?:ess)?)?\s*:\s*([0-9A-Fa-f:.]+)\s*$", re.MULTILINE)
-_SDID = re.compile(r"^\s*SDID\s*:\s*(\d{1,12})\s*$", re.MULTILINE)
+_ADDRESS = re.compile(r"^[ \t]*(?:ipv6_)?address_(\d{1,4})[ \t]*=[ \t]*(\S{1,64})[ \t\r]*$", re.MULTILINE)
+_PRINTED = re.compile(r"^[ \t]*ip(?:v6)?(?:_?addr(?:ess)?)?[ \t]*:[ \t]*([0-9A-Fa-f:.]{1,64})[ \t\r]*$", re.MULTILINE)
+_SDID = re.compile(r"^[ \t]*SDID[ \t]*:[ \t]*(\d{1,12})[ \t\r]*$", re.MULTILINE)
 
 
 def hccn_addresses(text: str) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -172,3 +173,46 @@ def test_a_machine_is_read_below_its_root_alone(tmp_path: Path) -> None:
     examination = examine_system(empty, None, None)
     assert examination.findings == ()
     assert not examination.case.machine.has_ascend and not examination.case.machine.interfaces
+
+
+def test_commands_that_mend_take_names_as_one_word_of_the_shell(on: Any, tmp_path: Path) -> None:
+    machine = healthy_machine(tmp_path)
+    machine.config["launch"]["master_addr"] = hostile = "$(touch pwned);x"
+    machine.config["checkpoint"]["folder"] = "/home/user/a;reboot"
+    machine.environment["HCCL_;reboot"] = "1"
+    on(machine)
+    findings = ms_convert("doctor", "--config", machine.write_config(), "--json").facts["findings"]
+    words = {finding["rule"]: shlex.split(finding["mend"]) for finding in findings}
+    assert words["run-master"] == ["getent", "hosts", hostile]
+    assert words["run-not-shared"] == ["df", "-T", "/home/user/a;reboot"]
+    assert words["env-hccl-unknown"] == ["unset", "HCCL_;reboot"]
+
+
+def test_a_models_link_to_nowhere_does_not_stop_the_examination(on: Any, tmp_path: Path) -> None:
+    machine = healthy_machine(tmp_path)
+    (tmp_path / "shared/model").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "shared/model/model.safetensors").unlink(missing_ok=True)
+    (tmp_path / "shared/model/model.safetensors").symlink_to("../../blobs/not-downloaded")
+    on(machine)
+    assert ms_convert("doctor", "--config", machine.write_config(), "--json").facts["findings"] == []
+
+
+def test_the_shells_node_timeout_counts_where_the_config_has_none(on: Any, tmp_path: Path) -> None:
+    machine = healthy_machine(tmp_path)
+    machine.config["parallel"] |= {"dp": 64, "tp": 1, "pp": 4, "micro_batches": 4}
+    machine.config["train"]["global_batch"] = 256
+    machine.config["launch"]["nnodes"] = 64
+    on(machine)
+    assert ms_convert("doctor", "--config", machine.write_config(), "--json").facts["findings"] == []
+    machine.environment["MS_NODE_TIMEOUT"] = "300"
+    (finding,) = ms_convert("doctor", "--config", machine.write_config(), "--json").facts["findings"]
+    assert (finding["rule"], finding["where"]) == ("run-node-timeout", "MS_NODE_TIMEOUT")
+
+
+def test_blocking_launches_are_right_where_the_config_compares_runs(on: Any, tmp_path: Path) -> None:
+    machine = healthy_machine(tmp_path)
+    machine.environment["ASCEND_LAUNCH_BLOCKING"] = "1"
+    on(machine)
+    assert [f["rule"] for f in ms_convert("doctor", "--json").facts["findings"]] == ["blocking-launch"]
+    machine.config["launch"]["hccl_deterministic"] = True
+    assert ms_convert("doctor", "--config", machine.write_config(), "--json").facts["findings"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -13,11 +14,12 @@ import pytest
 from converter.doctor.cann_facts import published_driver
 from converter.doctor.hccl_variables import VARIABLES, generation, variable_for
 from converter.doctor.version_rules import OWN_NEEDS
-from converter.machine.ascend import parse_npus
+from converter.machine.ascend import parse_npus, version_in
 from converter.machine.network import listening_ports, own_addresses, port_ranges
-from converter.machine.packages import read_mindspore
+from converter.machine.packages import accepted_cann, read_mindspore
 from converter.machine.probe import probe
 from converter.machine.system import System, run_tool, within
+from converter.rank_table.sources import hccn_addresses, printed_address
 from tests.converter.command_line import REPOSITORY
 from tests.converter.fake_machine import healthy_machine
 
@@ -202,3 +204,43 @@ def test_what_the_doctor_wants_of_optional_packages_is_what_the_project_depends_
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     stated = [*project["mindspore"], *project["hf"]]
     assert [f"{name}{wanted}" for name, wanted in OWN_NEEDS.items()] == [line for line in stated if not line.startswith("numpy")]
+
+
+def test_a_fifo_where_a_file_should_be_is_not_waited_for(tmp_path: Path) -> None:
+    machine = healthy_machine(tmp_path)
+    file = tmp_path / "usr/local/Ascend/cann/compiler/version.info"
+    file.unlink()
+    os.mkfifo(file)
+    found = within(10.0, lambda: probe(machine.system), None)
+    assert found is not None and found.cann is not None and found.cann.version is None
+
+
+def test_names_that_the_system_refuses_are_names_of_nothing(tmp_path: Path) -> None:
+    machine = healthy_machine(tmp_path)
+    long = "/" + "x" * 5000
+    for name in ("ASCEND_HOME_PATH", "RANK_TABLE_FILE", "HCCL_WHITELIST_FILE"):
+        machine.environment[name] = long
+    for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH"):
+        machine.environment[name] = f"{machine.environment.get(name, '')}:{long}"
+    found = probe(machine.system, folders=(long,))
+    assert found.has_te and found.has_libgomp and not found.existing_files
+    assert found.cann is not None and found.cann.home == "/usr/local/Ascend/cann" and not found.disks[long].exists
+
+
+def test_a_value_stands_on_the_line_of_its_key() -> None:
+    """Also what keeps the patterns from looking through all blank lines from each of them."""
+    assert version_in("Version=\nversion_dir=8.2\n") is None and version_in("Version = 8.2.RC1\r\n") == "8.2.RC1"
+    assert hccn_addresses("address_0=\n192.168.1.1\n\taddress_1 = 192.168.1.2 \r\n") == {1: "192.168.1.2"}
+    assert printed_address("ipaddr:\n192.168.1.1") is None and printed_address("\n ipaddr:192.168.1.1\r\n") == "192.168.1.1"
+
+
+def test_numbers_of_any_length_are_no_defect_of_the_reader() -> None:
+    row = f"| {'9' * 5000} 910B3 | OK | 1 |\n| 0 | 0000:C1:00.0 | 0 0 / 0 3382 / {'9' * 5000} |\n"
+    assert parse_npus(row) == ()
+
+
+@pytest.mark.parametrize("source", ["(" * 300, "[" * 10_000 + "]" * 10_000, "\x00", "class AscendEnvChecker: pass"])
+def test_a_list_of_cann_versions_that_cannot_be_read_is_none(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "_check_version.py"
+    file.write_text(source, encoding="utf-8")
+    assert accepted_cann(file) is None

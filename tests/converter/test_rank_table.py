@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converter.findings import Finding
-from converter.rank_table.check import check_file
-from converter.rank_table.located_json import MAX_DEPTH, Node, read
+from converter.rank_table.check import MAX_BYTES, check_file
+from converter.rank_table.located_json import MAX_DEPTH, MAX_SLIPS, Node, read
+from mappings.errors import Refused
 from tests.converter.command_line import done, ms_convert, refused
 from tests.converter.fake_machine import device_ip, healthy_table
 
@@ -155,6 +156,7 @@ MISTAKES: list[Mistake] = [  # the change, the rule that sees it, its severity, 
     (swap_ranks((1, 1), (1, 2)), "device-order", "warning", "server_id"),
     (unequal, "device-count", "warning", "server_id"),
     (lambda table: table["server_list"][0].update(server_id="9.0.0.1"), "server-order", "warning", "server_id"),
+    (put(lambda table: device(table, 1, 2), "device_ip", "fe80::1%eth0"), "address", "error", "fe80"),
 ]
 SUPER_POD_MISTAKES: list[Mistake] = [
     (put(lambda table: device(table, 1, 2), "super_device_id", None), "missing", "error", "{"),
@@ -311,3 +313,51 @@ def test_the_msrun_lines_are_ones_that_msrun_understands_and_start_the_ranks_of_
 def test_a_server_that_lends_some_of_its_devices_shows_them_to_msrun() -> None:
     ran = done("rank-table", "make", "--servers", "10.0.0.1:4-7", "--device-ips", "10.0.0.1=1.1.1.4,1.1.1.5,1.1.1.6,1.1.1.7")
     assert "  on 10.0.0.1: ASCEND_RT_VISIBLE_DEVICES=4,5,6,7 msrun --worker_num=4 --local_worker_num=4 " in ran.err
+
+
+def test_what_a_strangers_table_says_is_one_word_of_the_shell(tmp_path: Path) -> None:
+    for hostile in ("$(touch pwned)", "a;reboot", "fe80::1%;reboot", "'`x`", "node 1"):
+        table = healthy_table()
+        table["server_list"][0]["server_id"] = hostile
+        file = tmp_path / "rank_table.json"
+        file.write_text(json.dumps(table), encoding="utf-8")
+        lines = ms_convert("rank-table", "check", file, "--json").facts["msrun"]
+        assert lines
+        for line in lines:
+            assert all(character.isprintable() for character in line["command"])
+            (master,) = {word for word in shlex.split(line["command"]) if word.startswith("--master_addr=")}
+            assert master.removeprefix("--master_addr=") in {entry["server"] for entry in lines}
+
+
+def test_a_file_of_comments_is_given_up_and_a_huge_one_is_not_read(tmp_path: Path) -> None:
+    document, slips = read("#\n" * 5000 + "{}")
+    assert document is None and len(slips) == MAX_SLIPS + 1 and slips[-1].line == MAX_SLIPS + 1
+    file = tmp_path / "rank_table.json"
+    with open(file, "wb") as large:
+        large.truncate(MAX_BYTES + 1)
+    with pytest.raises(Refused, match="8 MiB"):
+        check_file(file)
+
+
+def test_names_and_ranks_of_any_length_are_told_in_a_line(tmp_path: Path) -> None:
+    table = healthy_table()
+    for name, server in zip("zy", table["server_list"], strict=True):
+        server["server_id"] = name * 5000
+        server["device"] = [
+            {"device_id": str(15 - n % 16), "rank_id": str(n + 1000 * (name == "y")), "device_ip": f"10.0.{ord(name)}.{n % 250}"}
+            for n in range(1000)
+        ]
+    table["server_list"][0]["device"][0]["rank_id"], table["server_list"][1]["device"][0]["rank_id"] = "1000", "0"
+    _, findings = checked(tmp_path, table)
+    assert {"rank-table-server-order", "rank-table-device-order"} <= {finding.rule for finding in findings}
+    assert max(len(f"{finding.seen}{finding.wanted}") for finding in findings) < 1000
+
+
+def test_an_address_is_the_same_however_it_is_written(tmp_path: Path) -> None:
+    table = healthy_table()
+    for number, server in enumerate(table["server_list"]):
+        for entry in server["device"]:
+            entry["device_ip"] = f"fd00::{number}:{entry['device_id']}"
+    assert checked(tmp_path, table)[1] == ()
+    device(table, 1, 2)["device_ip"] = "FD00:0:0:0:0:0:0001:1"
+    assert [finding.rule for finding in checked(tmp_path, table)[1]] == ["rank-table-device-ip"]

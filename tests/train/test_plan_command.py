@@ -6,16 +6,18 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from converter.cli import run as ms_convert
+from mappings.errors import Problem
 from tests.conftest import TinyFolder
 from tests.mappings.public_configs import LARGER, PUBLIC
 from tests.train.test_cli import Ran, ms_train
-from train.config import ModelSettings, load_config
+from train.config import MAX_MICRO_BATCHES, ModelSettings, TrainConfig, load_config
 from train.config_checks import check
 from train.planning.choices import Wanted, choices, divisors
 from train.planning.devices import read_devices
@@ -187,3 +189,56 @@ def tiny_tree(tmp_path: Path, tiny_folder: TinyFolder) -> Path:
     tree = tmp_path / "tree"
     assert ms_convert(["hf2ms", str(tiny_folder("llama-gqa")), "-o", str(tree), "--tp", "2", "--pp", "2"]) == 0
     return tree
+
+
+@pytest.mark.parametrize("arguments", [("--tokens-per-second", "nan"), ("--tokens-per-second", "inf"), ("--dropout", "nan")])
+def test_what_is_no_number_is_refused(arguments: tuple[str, str], llama: Path) -> None:
+    ran = plan(llama, *arguments)
+    assert ran.code == 2 and f"'{arguments[1]}' is not a number" in ran.err
+
+
+def written(model: Path, file: Path, *arguments: object, devices: int = 8, batch: int = 256) -> tuple[TrainConfig, list[Problem]]:
+    """The config that a plan writes, and what the trainer finds wrong with it."""
+    ran = plan(model, "--write", file, "--overwrite", "--device-memory", "1TiB", *arguments, devices=devices, batch=batch)
+    assert ran.code == 0, ran.err + ran.out
+    config = load_config(file)
+    return config, check(config, read_planned_model(ModelSettings(config.model.path, config.model.rules)).config, devices)
+
+
+def test_a_model_planned_from_inside_its_own_folder_keeps_checkpoints_out_of_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, model in ((llama, "config.json"), (llama, "."), (llama.parent, llama.name)):
+        monkeypatch.chdir(folder)
+        config, problems = written(Path(model), llama.parent / "train.toml")
+        assert problems == []
+        assert Path(config.checkpoint.folder).resolve() == llama.parent / "checkpoints"
+
+
+def test_the_users_own_rule_table_is_named_in_the_written_config(llama: Path, tmp_path: Path) -> None:
+    source = json.loads((llama / "config.json").read_text(encoding="utf-8"))
+    (llama / "config.json").write_text(json.dumps(source | {"architectures": ["MineForCausalLM"]}), encoding="utf-8")
+    table = tmp_path / "mine.toml"
+    bundled = files("mappings").joinpath("families/llama.toml").read_text(encoding="utf-8")
+    table.write_text(bundled.replace('"LlamaForCausalLM"', '"MineForCausalLM"'), encoding="utf-8")
+    config, problems = written(llama, tmp_path / "train.toml", "--rules", table)
+    assert config.model.rules == str(table) and problems == []
+
+
+def test_the_trainers_bound_on_micro_batches_is_kept(llama: Path, tmp_path: Path) -> None:
+    config, problems = written(llama, tmp_path / "train.toml", "--pp", 8, "--seq-length", 128, batch=1 << 24)
+    assert problems == [] and config.parallel.micro_batches <= MAX_MICRO_BATCHES
+    for batch, more in (((1 << 30) - 35, ()), (1 << 24, ("--micro-batch", 1))):  # the first is a prime
+        ran = plan(llama, "--dp", 1, "--tp", 8, *more, batch=batch)
+        assert ran.code == 1 and f"{batch} sequences of a data-parallel rank are more than 1048576 micro-batches" in ran.out
+
+
+def test_hosts_share_the_ranks_evenly_and_a_devices_name_stays_a_comment(llama: Path, tmp_path: Path) -> None:
+    table = tmp_path / "devices.toml"
+    table.write_text('["x\\n[model]"]\nmemory = "2TiB"\ntflops = 1.0\nhost_bandwidth = 1.0\n', encoding="utf-8")
+    file = tmp_path / "train.toml"
+    config, _ = written(llama, file, "--devices-table", table, "--device-type", "x\n[model]", "--pp", 9, "--dp", 1, devices=9)
+    assert config.ranks == 9 and "--nnodes 3 " in file.read_text(encoding="utf-8").splitlines()[0]
+
+
+def test_a_folder_that_is_not_there_is_told_as_that(llama: Path, tmp_path: Path) -> None:
+    ran = plan(llama, "--write", tmp_path / "nowhere" / "train.toml")
+    assert ran.code == 1 and "there is no such folder" in ran.err

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from converter.layout import ParallelLayout
 from mappings.errors import Problem, Refused
+from train.config import MAX_MICRO_BATCHES
 from train.planning.devices import Device
 from train.planning.estimate import Estimate, distinct_stages, estimate
 from train.planning.parameters import RankParameters
@@ -106,7 +107,7 @@ def _variants(
     work: Workload, layout: ParallelLayout, device: Device, wanted: Wanted, held: list[tuple[int, RankParameters]]
 ) -> Iterator[Estimate]:
     per_rank = work.global_batch // layout.dp
-    sizes = [size for size in divisors(per_rank) if size <= MAX_MICRO_BATCH and per_rank // size >= layout.pp]
+    sizes = _micro_batch_sizes(per_rank, layout.pp)
     most = max(layout.layers_per_stage)
     recomputing = sorted({0, *(every for every in (2, 4) if every < most), *({most} - {1})})
     for size in sizes if wanted.micro_batch is None else [wanted.micro_batch]:
@@ -115,6 +116,11 @@ def _variants(
                 ([False, True] if layout.dp > 1 else [False]) if wanted.optimizer_sharding is None else [wanted.optimizer_sharding]
             ):
                 yield estimate(RunShape(work, layout, size, every, sharding), device, held)
+
+
+def _micro_batch_sizes(per_rank: int, pp: int) -> list[int]:
+    """Sizes that fill the pipeline, with a number of micro-batches that the trainer takes."""
+    return [size for size in divisors(per_rank) if size <= MAX_MICRO_BATCH and pp <= per_rank // size <= MAX_MICRO_BATCHES]
 
 
 def _wrong_product(devices: int, dp: int, tp: int, pp: int) -> Iterator[Problem]:
@@ -140,6 +146,11 @@ def _wrong_batch(work: Workload, wanted: Wanted, dp: int, pp: int) -> Iterator[P
     elif per_rank // (wanted.micro_batch or 1) < pp:
         what = f"{per_rank // (wanted.micro_batch or 1)} micro-batches cannot fill {pp} pipeline stages"
         yield Problem(what, mend=f"use a global batch of {dp * pp * (wanted.micro_batch or 1)} or more, or fewer stages")
+    elif not ([wanted.micro_batch] if wanted.micro_batch else _micro_batch_sizes(per_rank, pp)) or (
+        per_rank // (wanted.micro_batch or MAX_MICRO_BATCH) > MAX_MICRO_BATCHES
+    ):
+        what = f"{per_rank} sequences of a data-parallel rank are more than {MAX_MICRO_BATCHES} micro-batches"
+        yield Problem(what, mend=f"use a global batch of {dp * MAX_MICRO_BATCHES} or less")
 
 
 def _too_large(variant: Estimate) -> Problem:

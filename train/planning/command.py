@@ -112,6 +112,6 @@ def _write(model: PlannedModel, found: list[Choice], options: PlanOptions, path:
     best = found[0].best
     if best is None or not found[0].feasible:
         raise refuse("no layout can be run, so no config was written", str(path))
-    write_config(path, config_text(model, best, options.data, options.steps, options.dropout), overwrite)
+    write_config(path, config_text(model, best, options.data, options.steps, options.dropout, options.rules), overwrite)
     if not quiet:
         console().print(f"[bold green]wrote[/]  {printable(str(path))}   next: ms-train launch {printable(str(path))} --dry-run")
