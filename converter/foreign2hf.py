@@ -21,7 +21,7 @@ from converter.hf_folder import SideFile, check_inside
 from converter.manifest import write_atomically
 from converter.mindformers2_folder import METADATA, MODEL_FILE, TRACKER, read_mindformers2, step_folders
 from converter.ms2hf import CONFIG, INDEX, HFOptions
-from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
+from converter.outcome import OnProgress, Outcome, counted_from, refuse_inside, refuse_overlap
 from converter.output_folder import HF_FOLDER, FileRecord, OutputFolder, Run, finish_interrupted, missing_space
 from converter.partial_files import sync_files
 from converter.plan import Plan, StridedCopy, TargetFile, TargetTensor
@@ -195,6 +195,9 @@ def restore_foreign(restoration: ForeignRestoration, output: Path, on_progress: 
     """
     options, plan = restoration.options, restoration.plan
     refuse_overlap(restoration.source.folder, output)
+    refuse_inside(restoration.config, output)
+    if restoration.source.strategy is not None:
+        refuse_inside(restoration.source.strategy, output)
     outcome = Outcome(output)
     if finish_interrupted(output, HF_FOLDER, restoration.run) and not options.overwrite:
         outcome.notes.append("this conversion is finished already: nothing to do")

@@ -81,6 +81,7 @@ def understand_checkpoint(
     canonical = expand(table, reading.config, hf_config, ())
     expansion = compose(canonical, dialect, Cutting(), table.family)
     ranks = _fused_for(expansion, dialect, cuts, fused_for)
+    _check_chunks_of_ranks(expansion, tensors, ranks)
     if ranks > 1:
         expansion = compose(canonical, dialect, Cutting(ranks, padded_vocabulary=True), table.family)
     rows = _vocabulary_rows(expansion, tensors, reading.config.vocab)
@@ -138,6 +139,17 @@ def _fused_for(expansion: Expansion, dialect: Dialect | None, cuts: Mapping[str,
             f"fused tensors are cut for {' and for '.join(map(str, sorted(known)))} ranks", mend="give the strategy files of one run"
         )
     return known.pop()
+
+
+def _check_chunks_of_ranks(expansion: Expansion, tensors: Mapping[str, ChunkedTensor], ranks: int) -> None:
+    """Raises Refused where a chunk of a fused tensor would hold parts of several of this many ranks: no rank saves another's."""
+    for item in expansion.parameters.values():
+        if item.parameter.cut != RANK_AXIS or item.name not in tensors:
+            continue
+        places = len({chunk.start[item.parameter.cut_axis or 0] for chunk in tensors[item.name].chunks})
+        if places > 1 and places % ranks:
+            what = f"{item.name} lies in {places} pieces, which cannot be of {ranks} tensor-parallel ranks"
+            raise refuse(what, str(tensors[item.name].chunks[0].stored.path), "say with --source-tp what the run had")
 
 
 def vocabulary_axes(parameter: Parameter) -> list[int]:

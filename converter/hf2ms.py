@@ -39,7 +39,7 @@ from converter.manifest import (
     write_manifest,
     write_whole,
 )
-from converter.outcome import OnProgress, Outcome, counted_from, refuse_overlap
+from converter.outcome import OnProgress, Outcome, counted_from, refuse_inside, refuse_overlap
 from converter.output_folder import CONVERSIONS, FileRecord, OutputFolder, Run, missing_space, remove_records
 from converter.partial_files import SUFFIX, check_place, open_new, sync_files
 from converter.plan import Plan, TargetTensor
@@ -224,7 +224,10 @@ def convert(conversion: Conversion, output: Path, on_progress: OnProgress | None
     Raises Refused before the first byte when something is wrong; a kill at any moment leaves nothing that looks finished.
     """
     options = conversion.options
-    refuse_overlap(conversion.source.folder.path, output)
+    if conversion.origin is None:
+        refuse_overlap(conversion.source.folder.path, output)
+    else:  # config.json and the files beside it may lie anywhere but here
+        refuse_inside(conversion.source.folder.path, output)
     if not options.overwrite and _finished_before(conversion, output):
         return Outcome(output, notes=["this conversion is finished already: nothing to do"])
     _refuse_partial_overwrite(conversion, output)

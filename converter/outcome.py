@@ -31,6 +31,12 @@ def refuse_overlap(source: Path, output: Path) -> None:
         raise refuse("the output folder and the input folder lie in one another", str(output), "give an -o outside the input folder")
 
 
+def refuse_inside(source: Path, output: Path) -> None:
+    """Raises Refused when a file or folder that is read lies in the output folder, where it could be replaced before it is read."""
+    if source.resolve().is_relative_to(output.resolve()):
+        raise refuse(f"{source.name} is read and lies in the output folder", str(output), "give another -o, or move it elsewhere")
+
+
 def counted_from(before: int, on_progress: OnProgress | None) -> OnProgress | None:
     """A callback for the bytes of this run alone, where `before` bytes were there already; they are reported at once."""
     if on_progress is None:

@@ -12,7 +12,7 @@ from converter.display import progress, show_plan
 from converter.foreign2hf import ForeignSource
 from converter.hf2ms import convert
 from converter.manifest import MANIFEST
-from converter.outcome import refuse_overlap
+from converter.outcome import refuse_inside, refuse_overlap
 from converter.plan_report import conversion_facts
 from converter.rank_tree import check_dialect
 from converter.run import tell
@@ -27,6 +27,8 @@ def run_translate(
     """Plan, and unless `dry_run` translate. Raises Refused."""
     folder, options = Path(checkpoint), TranslationOptions(**choices)
     dialect = target_named(from_dialect) if from_dialect is not None else None
+    if from_dialect is None and (config, strategy, source_tp) != (None, None, None):
+        raise click.UsageError("--config, --strategy and --source-tp go with --from.")
     if from_dialect is None or (folder / MANIFEST).is_file():
         if from_dialect is not None:
             check_dialect(folder, dialect, versioned="@" in from_dialect)
@@ -43,6 +45,8 @@ def run_translate(
     if not as_json:
         show_plan(facts)
     refuse_overlap(folder, Path(output))
+    if strategy is not None:
+        refuse_inside(Path(strategy), Path(output))
     with progress("translate", conversion.mine.plan.nbytes, quiet=as_json) as shown:
         outcome = convert(conversion, Path(output), shown.reach)
     tell(outcome, shown.seconds, facts, as_json, next_step=f"ms-convert inspect {output}")

@@ -84,3 +84,13 @@ def test_replicas_that_differ_in_a_mindformers2_folder_are_not_merged(tiny_folde
     path.unlink()
     done(*command, tmp_path / "of-the-others")
     assert_same_tensors(source, tmp_path / "of-the-others")
+
+
+def test_pieces_that_the_ranks_said_cannot_have_saved_are_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    source = tiny_folder("llama-gqa")
+    out = convert(source, tmp_path / "out", "mindformers2", "--tp", 2, "--target", "mindformers@2.0-contiguous")
+    (out / "manifest.json").unlink()
+    command = ("ms2hf", out, "-o", tmp_path / "back", "--from", "mindformers@2.0-contiguous", "--config", source, "--source-tp")
+    assert "lies in 2 pieces, which cannot be of 4 tensor-parallel ranks" in refused(*command, 4)
+    done(*command, 2)
+    assert_same_tensors(source, tmp_path / "back")

@@ -240,3 +240,25 @@ def test_without_from_a_checkpoint_that_has_no_manifest_is_refused_with_the_way(
 def test_options_that_belong_together(tmp_path: Path) -> None:
     assert ms_convert("ms2hf", tmp_path, "-o", tmp_path / "x", "--config", tmp_path).code == 2
     assert ms_convert("ms2hf", tmp_path, "-o", tmp_path / "x", "--from", "mindformers").code == 2
+
+
+def test_the_folder_of_the_config_is_not_written_over(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """With --overwrite it lost its config.json before that was read."""
+    source = tiny_folder("qwen2")
+    write_ranks(tmp_path / "run", by_hand(source, "qwen2", "mindformers-legacy@1.8", 1), tp=1)
+    home = tmp_path / "home"
+    shutil.copytree(source, home, ignore=shutil.ignore_patterns("*.safetensors"))
+    before = {path.name: path.read_bytes() for path in home.iterdir()}
+    command = (tmp_path / "run", "--from", "mindformers-legacy", "--config", home, "--overwrite", "-o")
+    assert "config.json is read and lies in the output folder" in refused("ms2hf", *command, home)
+    assert "is read and lies in the output folder" in refused("translate", *command, home, "--target", "mindformers")
+    assert {path.name: path.read_bytes() for path in home.iterdir()} == before
+    done("ms2hf", *command, home / "back")
+    assert_same_tensors(source, home / "back")
+    done("translate", *command, home / "translated", "--target", "mindformers")
+
+
+def test_options_of_a_stranger_are_not_ignored_where_there_is_a_manifest(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    done("hf2ms", tiny_folder("qwen2"), "-o", tmp_path / "tree")
+    ran = ms_convert("translate", tmp_path / "tree", "-o", tmp_path / "out", "--target", "mindformers", "--config", tmp_path)
+    assert ran.code == 2 and "go with --from" in ran.err
