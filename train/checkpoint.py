@@ -264,7 +264,7 @@ def resume(trainer: AnyTrainer, checkpoint: Path) -> TrainingState:
     """
     manifest = trainer.start.source.manifest
     assert manifest is not None, "the trainer's weights came from a checkpoint"
-    state = read_state(checkpoint, manifest.run)
+    state = read_state(checkpoint, manifest)
     _check_divided(trainer, state, checkpoint)
     place = trainer.groups.place
     data = place.data if state.optimizer_sharding else 0

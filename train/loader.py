@@ -89,6 +89,7 @@ class SequenceLoader:
             raise ValueError(f"{share} is no share")
         self.index, self.order, self.share = index, order, share
         self.offset = share.start
+        self._folder = folder
         self._files = [str(folder / shard.file) for shard in index.shards]
         self._columns = ["input_ids"] if index.packed else ["input_ids", "mask"]
         self._workers = min(workers, os.cpu_count() or 1)  # MindDataset refuses more
@@ -100,9 +101,18 @@ class SequenceLoader:
     def __next__(self) -> Batch:
         rows = [next(self._rows) for _ in range(self.share.size)]
         columns = [np.stack(column) for column in zip(*rows, strict=True)]
+        self._check_ids(columns[0])
         batch = Batch(columns[0], columns[1] if len(columns) > 1 else None, self.offset)
         self.offset += self.share.global_batch
         return batch
+
+    def _check_ids(self, ids: Tokens) -> None:
+        """Raises Refused for an id that the index does not allow: a lookup on a device would take anything for its row."""
+        smallest, largest = int(ids.min()), int(ids.max())
+        if smallest < 0 or largest > self.index.largest_id:
+            wrong = smallest if smallest < 0 else largest
+            what = f"holds the token id {wrong} at sample offset {self.offset}, its index says at most {self.index.largest_id}"
+            raise refuse(what, str(self._folder), "restore it, or prepare the data again")
 
     def _all_rows(self) -> Iterator[list[Tokens]]:
         position = self.share.start

@@ -58,7 +58,7 @@ def _check_files(config: TrainConfig) -> list[Problem]:
         problems = [] if checkpoint is None else list(check_layout(source, config.parallel))
         read_rank_tree(path)
         if checkpoint is not None:
-            read_state(checkpoint, source.manifest.run)
+            read_state(checkpoint, source.manifest)
     except Refused as refused:
         return list(refused.problems) or [Problem(refused.title)]
     return problems

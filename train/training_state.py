@@ -5,15 +5,17 @@ in any rank tree. No framework is imported.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from converter.hf_folder import check_inside, read_json_object
-from converter.manifest import TensorRecord, is_plain_relative, read_manifest, write_atomically
+from converter.manifest import Manifest, TensorRecord, is_plain_relative, read_manifest, write_atomically
 from converter.records import RecordError, decode, encode
 from mappings.errors import Problem, Refused, refuse
 from train.config import TrainConfig
@@ -123,8 +125,8 @@ def write_state(folder: Path, state: TrainingState) -> None:
     write_atomically(folder / TRAINING, json.dumps(encode(state), separators=(",", ":")))
 
 
-def read_state(folder: Path, run: str) -> TrainingState:
-    """Read and check `training.json`, and that the optimizer files are there in their sizes. `run` is the manifest's.
+def read_state(folder: Path, manifest: Manifest) -> TrainingState:
+    """Read and check `training.json`, and that the optimizer files are there in their sizes. `manifest`: the one beside it.
 
     Raises Refused, naming every file that is missing, foreign or not as recorded.
     """
@@ -139,12 +141,25 @@ def read_state(folder: Path, run: str) -> TrainingState:
         state = decode(TrainingState, data, "state")
     except (RecordError, RecursionError) as error:
         raise refuse(str(error)[:300], str(path), _MEND) from error
-    if state.run != run:
+    if state.run != manifest.run:
         raise refuse("of another checkpoint than the manifest beside it", str(path), _MEND)
-    problems = [Problem(what, where, _MEND) for where, what in _mistakes(folder, state)]
+    problems = [Problem(what, where, _MEND) for where, what in (*_impossible(state, manifest), *_mistakes(folder, state))]
     if problems:
         raise Refused(f"the checkpoint {folder.name} is not whole", problems[:MAX_PROBLEMS])
     return state
+
+
+def _impossible(state: TrainingState, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """What no run writes."""
+    layout = manifest.layout.layout()
+    if state.updates > state.progress.step:
+        yield TRAINING, f"{state.updates} updates in {state.progress.step} steps cannot be"
+    if not 0 < state.loss_scale < math.inf:
+        yield TRAINING, f"the loss scale cannot be {state.loss_scale}"
+    copies = layout.dp if state.optimizer_sharding else 1
+    places = product(range(layout.pp), range(copies), range(layout.tp))
+    if state.dp != layout.dp or sorted((file.stage, file.data, file.tensor) for file in state.files) != list(places):
+        yield TRAINING, "its optimizer files are not those of the manifest's layout"
 
 
 def _mistakes(folder: Path, state: TrainingState) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
+from converter.manifest import read_manifest
 from mappings.errors import Refused
 from tests.conftest import TinyFolder
 from train import checkpoint
@@ -21,7 +23,7 @@ from train.loss_scale import LossScale
 from train.model_source import read_model_source
 from train.start import read_start
 from train.step import StepSettings, Trainer
-from train.training_state import Progress, latest_checkpoint
+from train.training_state import Progress, latest_checkpoint, read_state
 
 
 def trainer_from(folder: Path) -> Trainer:
@@ -43,6 +45,12 @@ def moved(trainer: Trainer) -> Trainer:
 @pytest.fixture
 def trainer(tiny_folder: TinyFolder) -> Trainer:
     return trainer_from(tiny_folder("llama-gqa"))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, tiny_folder: TinyFolder) -> Path:
+    """A checkpoint of step 1, to be copied."""
+    return saved(trainer_from(tiny_folder("llama-gqa")), tmp_path_factory.mktemp("first"), 1)
 
 
 def test_a_run_saves_on_when_the_checkpoint_that_it_came_from_has_made_room(
@@ -120,6 +128,31 @@ def test_optimizer_state_of_another_step_is_refused(trainer: Trainer, tmp_path: 
     shutil.copyfile(first / f"optimizer/rank_0.{file_format}", second / f"optimizer/rank_0.{file_format}")
     with pytest.raises(Refused, match=f"rank_0.{file_format}"):
         resume(trainer_from(second), second)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("progress", "sample_offset"), -8, "out of range"),
+        (("updates",), 2, "updates"),
+        (("loss_scale",), 0.0, "loss scale"),
+        (("dp",), 2, "layout"),
+        (("files",), [], "layout"),
+        (("files", 0, "tensor"), 1, "layout"),
+    ],
+)
+def test_a_training_state_that_no_run_writes_is_refused(
+    first: Path, tmp_path: Path, place: tuple[str | int, ...], value: Any, words: str
+) -> None:
+    shutil.copytree(first, tmp_path / first.name)
+    state = json.loads((first / "training.json").read_text(encoding="utf-8"))
+    inner: Any = state
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (tmp_path / first.name / "training.json").write_text(json.dumps(state), encoding="utf-8")
+    with pytest.raises(Refused, match=words):
+        read_state(tmp_path / first.name, read_manifest(first))
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,18 @@ def test_a_batch_may_be_larger_than_the_data_set(data: dict[str, Path]) -> None:
     assert np.array_equal(next(big).ids, np.concatenate([stored, stored, stored])[len(stored) + 1 : 2 * len(stored) + 2])
 
 
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_an_id_that_the_index_does_not_allow_is_refused(data: dict[str, Path], monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    index = open_loader(config_with(data["packed"].parent, data__path=str(data["packed"])), 0).index
+    loaded = SequenceLoader(data["packed"], index, SampleOrder(index.sequences, 0, False), Share(0, 4, 1, 0))
+    rows = [stored_rows(data["packed"]).ids[number].copy() for number in range(8)]
+    rows[6][3] = wrong
+    monkeypatch.setattr(loaded, "_rows", iter([row] for row in rows))
+    next(loaded)
+    with pytest.raises(Refused, match=f"{wrong} at sample offset 4"):
+        next(loaded)
+
+
 def test_the_prefetch_size_of_others_is_left_as_it_was(data: dict[str, Path], tmp_path: Path) -> None:
     import mindspore.dataset as ds
 

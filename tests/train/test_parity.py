@@ -100,7 +100,8 @@ def _cases(folder: Path, layouts: Mapping[str, tuple[int, int, int, int]]) -> li
         if layout in TRAINED:
             tied = replace(plain, model=str(folder / "llama-uneven-vocab-tied"))
             still = f"still-{layout}"
-            cases.append(replace(tied, name=f"masked-{layout}", mask=str(folder / "mask.npy"), learning_rates=RATES[:4]))
+            whole = replace(tied, optimizer_sharding=False)
+            cases.append(replace(whole, name=f"masked-{layout}", mask=str(folder / "mask.npy"), learning_rates=RATES[:4]))
             cases.append(replace(tied, name=still, learning_rates=(0.0, 0.0), save=str(folder / f"saved-{still}")))
     return cases
 
