@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,9 @@ from train.config import TrainConfig
 from train.metrics import METRICS, StepMetrics
 from train.progress import STEP, Display, display
 from train.rank_logs import LogTail
+
+INFORMATION = re.compile(r"\[(INFO|DEBUG)\] ")
+"""MindSpore prints some whatever GLOG_v says, when a process ends."""
 
 
 class LaunchDisplay:
@@ -25,7 +29,9 @@ class LaunchDisplay:
         self._metrics = LogTail(Path(config.watch.folder) / METRICS)
 
     def line(self, text: str) -> None:
-        """A line of the log. Those of steps are left out where the bar shows them."""
+        """A line of the log. Those of steps are left out where the bar shows them, MindSpore's own information is everywhere."""
+        if INFORMATION.match(text):
+            return
         if not self._has_bar:
             print(text, flush=True)
         elif not text.startswith(STEP):

@@ -182,9 +182,11 @@ def test_on_a_terminal_the_launcher_shows_the_log_above_a_bar(tmp_path: Path, mo
 def test_the_launcher_passes_a_log_on_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     display = LaunchDisplay(config_with(tmp_path))
     display.line("step 1/2 and all")
+    display.line("[INFO] DISTRIBUTED(25003,7f6fee7fc6c0,python): [mindspore/ccsrc/cluster/rpc/core/communicator/tcp_client.cc:367] Start")
+    display.line("[WARNING] a line of MindSpore that may matter")
     display.poll()
     display.close()
-    assert capsys.readouterr().out == "step 1/2 and all\n"
+    assert capsys.readouterr().out == "step 1/2 and all\n[WARNING] a line of MindSpore that may matter\n"
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
