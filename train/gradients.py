@@ -22,6 +22,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from model.attention import GroupedQueryAttention
 from model.stage import DecoderStage
 from train.communication import Group, Groups, GroupSum
+from train.sum_pieces import PIECE_ELEMENTS, sum_pieces
 
 TIED = "embedding.tokens.embedding_table"
 
@@ -69,9 +70,13 @@ class SynchronizedGradients(nn.Cell):
 
     Args:
         owned: for each weight, whether this rank counts it in the norm: exactly one holder of each slice does.
+        piece: elements that one exchange with the other data-parallel ranks carries at most. All in one would take the gradients' memory
+            twice more.
     """
 
-    def __init__(self, stage: DecoderStage, weights: Sequence[Parameter], groups: Groups, owned: Sequence[bool]) -> None:
+    def __init__(
+        self, stage: DecoderStage, weights: Sequence[Parameter], groups: Groups, owned: Sequence[bool], piece: int = PIECE_ELEMENTS
+    ) -> None:
         super().__init__()
         attentions = [cell for _, cell in stage.cells_and_names() if isinstance(cell, GroupedQueryAttention)]
         partial = [parameter for attention in attentions for parameter in attention.partial_parameters()]
@@ -81,7 +86,8 @@ class SynchronizedGradients(nn.Cell):
         self.sum_tensor = FlatSum(groups.tensor, weights, _indices(stage, weights, partial))
         self.sum_replicas = FlatSum(groups.kv_replicas, weights, _indices(stage, weights, keys_values))
         self.sum_ends = FlatSum(ends, weights, _indices(stage, weights, tied))
-        self.sum_data = FlatSum(groups.data, weights, range(len(weights)))
+        pieces = sum_pieces([weight.size for weight in weights], piece)
+        self.sum_data = nn.CellList([FlatSum(groups.data, weights, chosen) for chosen in pieces])
         self.sum_model = GroupSum(groups.model)
         self.owned = tuple(owned)
         self.sum = ops.ReduceSum()
@@ -93,7 +99,9 @@ class SynchronizedGradients(nn.Cell):
         wide: tuple[Tensor, ...] = ()
         for index in range(len(gradients)):
             wide += (ops.cast(gradients[index], ms.float32),)
-        wide = self.sum_data(self.sum_ends(self.sum_replicas(self.sum_tensor(wide))))
+        wide = self.sum_ends(self.sum_replicas(self.sum_tensor(wide)))
+        for sum_piece in self.sum_data:
+            wide = sum_piece(wide)
         squared = ops.zeros((), ms.float32)
         for index in range(len(wide)):
             if self.owned[index]:

@@ -7,7 +7,7 @@ train/pipeline.py. The rest is an estimate from what those modules do, one phase
 |---|---|
 | backward | gradients so far (float32), those of this micro-batch, activations, logits |
 | adding | both sums, before and after (float32), and the micro-batch's gradients |
-| summing | gradients, and over ranks: them in one piece, the sum in one piece, and cut up again |
+| summing | gradients before and after the sums, and of the piece that is under way (train/sum_pieces.py) two copies in one run |
 | updating | gradients before and after the sums; with divided state the gathered weights |
 
 A stage before the last keeps the *inputs* of the micro-batches that are under way and computes forward again, so whatever the stage, one
@@ -24,6 +24,7 @@ from train.group_ranks import group_ranks
 from train.planning.activations import FLASH_STATISTICS, end_bytes, layer_bytes
 from train.planning.parameters import RankParameters
 from train.planning.run_shape import RunShape
+from train.sum_pieces import largest_piece
 
 FLOAT32 = 4
 LOGIT_BYTES = 3 * FLOAT32
@@ -70,7 +71,7 @@ def rank_memory(run: RunShape, stage: int, parameters: RankParameters, group_buf
     logits = LOGIT_BYTES * run.tokens * (run.layout.padded_vocab // run.layout.tp) if run.last(stage) else 0
     casts = work.compute_bytes * elements if work.weights != work.compute else 0
     working = working_bytes(run, stage)
-    phases = _gradient_phases(run, elements, gradients, new_gradients, _divided_bytes(run, parameters))
+    phases = _gradient_phases(run, parameters, gradients, new_gradients)
     phases["backward"] = (gradients if run.micro_batches > 1 else 0) + new_gradients + activations + inputs + logits + working + casts
     groups = _groups(run.layout, stage, work.model.kv_heads)
     return RankMemory(
@@ -118,13 +119,14 @@ def working_bytes(run: RunShape, stage: int) -> int:
     return run.tokens * (max(feed_forward, attention) + (FLOAT32 + 2 * compute) * work.model.hidden + repeated)
 
 
-def _gradient_phases(run: RunShape, elements: int, gradients: int, new_gradients: int, gathered: int) -> dict[str, int]:
-    whole = FLOAT32 * elements
+def _gradient_phases(run: RunShape, parameters: RankParameters, gradients: int, new_gradients: int) -> dict[str, int]:
+    whole = FLOAT32 * parameters.elements
     wide = 0 if gradients == whole else whole  # a copy only where the gradients are narrower
     adding = 2 * whole + new_gradients if run.micro_batches > 1 else 0
-    summing = gradients + wide + (2 * whole if run.layout.dp > 1 else 0)
+    piece = FLOAT32 * largest_piece(parameters.elements, parameters.largest)
+    summing = gradients + wide + (whole - wide + 2 * piece if run.layout.dp > 1 else 0)
     after = whole if run.layout.dp > 1 else wide
-    return {"adding": adding, "summing": summing, "updating": gradients + after + gathered}
+    return {"adding": adding, "summing": summing, "updating": gradients + after + _divided_bytes(run, parameters)}
 
 
 def _divided_bytes(run: RunShape, parameters: RankParameters) -> int:

@@ -41,6 +41,11 @@ class RankParameters:
     def elements(self) -> int:
         return sum(alike.elements for alike in self.alike)
 
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max((math.prod(alike.shape) for alike in self.alike), default=0)
+
     def elements_of(self, *modules: str) -> int:
         """Elements of the parameters of these modules, as `k_proj` in layers.3.attention.k_proj.weight."""
         return sum(alike.elements for alike in self.alike if alike.name.split(".")[-2:-1] and alike.name.split(".")[-2] in modules)
