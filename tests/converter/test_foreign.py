@@ -262,3 +262,35 @@ def test_options_of_a_stranger_are_not_ignored_where_there_is_a_manifest(tiny_fo
     done("hf2ms", tiny_folder("qwen2"), "-o", tmp_path / "tree")
     ran = ms_convert("translate", tmp_path / "tree", "-o", tmp_path / "out", "--target", "mindformers", "--config", tmp_path)
     assert ran.code == 2 and "go with --from" in ran.err
+
+
+def state_of(optimizer: str, name: str) -> list[str]:
+    """What the optimizers of MindFormers (1.3.2, 1.8.0, 2.0.0: core/optim) and MindSpore's own name beside a parameter."""
+    kinds = {
+        "AdamW": ["adam_m.", "adam_v."],
+        "AdamW, fused": ["exp_avg.", "exp_avg_sq.", "max_exp_avg_sq."],
+        "Came": ["exp_avg.", "exp_avg_sq_", *(f"exp_avg_{kind}_{side}_" for kind in ("sq", "insta") for side in ("row", "col"))],
+        "Muon": ["muon_m.", "adam_m.", "adam_v."],
+        "PmaAdamW": ["adam_m.", "adam_v.", "pma_weight_ema.", "pma_weight_sma."],
+        "Adam": ["moment1.", "moment2.", "vhat."],
+        "Momentum": ["moments."],
+        "SGD": ["accum.", "stat."],
+    }
+    return [kind + name for kind in kinds[optimizer]]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW, fused", "Came", "Muon", "PmaAdamW", "Adam", "Momentum", "SGD"])
+@pytest.mark.parametrize(("variant", "target"), [("qwen3", "mindformers@2.0"), ("qwen2", "mindformers-legacy@1.8")])
+def test_every_optimizers_state_is_left_out_with_its_count(
+    optimizer: str, variant: str, target: str, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    source = tiny_folder(variant)
+    write_ranks(tmp_path / "run", by_hand(source, variant, target, 1), tp=1, beside=False)
+    (path,) = (tmp_path / "run/checkpoint/rank_0").iterdir()
+    weights = load_file(path)
+    state = {name: weights[weight] for weight in weights for name in state_of(optimizer, weight)}
+    save_file({**state, **weights}, path)
+    command = ("ms2hf", tmp_path / "run", "-o", tmp_path / "back", "--from", target, "--config", source, "--json")
+    (ignored,) = done(*command).facts["ignored"]
+    assert (ignored["why"], ignored["count"]) == ("optimizer state", len(state))
+    assert_same_tensors(source, tmp_path / "back")

@@ -141,3 +141,10 @@ def test_a_mistake_in_a_dialect_table_is_named(mistake: str) -> None:
         parse_dialect(text, "mine.toml")
     assert any(words in str(item) for item in (caught.value, *(problem.what for problem in caught.value.problems))), caught.value.problems
     assert all((problem.where.startswith("mine.toml") and problem.mend) or "TOML" in words for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("name", bundled_dialects())
+def test_no_weight_is_named_like_what_lies_beside_weights(name: str) -> None:
+    table = bundled_dialect(name)
+    weights = {tensor.name for network in table.networks for tensor in network.tensors}
+    assert not [(weight, other) for weight in weights for other in table.not_weights if other.names(weight)]
