@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ MAX_SHARDS = 128
 """A reader holds every shard open, once for each of its threads."""
 ROWS = 128
 _SMALLEST_PAGE, _USUAL_PAGE, _LARGEST_PAGE, _PAGES = 32 << 10, 4 << 20, 256 << 20, 1024
+_ERROR = "[ERROR] "
 _HEADER = 1 << 20
 """It lists the pages, with 215 bytes for each, measured."""
 
@@ -64,13 +66,27 @@ def write_shard(files: TokenFiles, start: int, stop: int, path: Path) -> ShardRe
         for record in records:
             for column in columns:
                 digest.update(record[column].tobytes())
-        writer.write_raw_data(records)
-    writer.commit()
+        with _told(path):
+            writer.write_raw_data(records)
+    with _told(path):
+        writer.commit()
     _check_written(path, columns, digest.hexdigest())
     database = path.with_name(path.name + ".db")
     for written in (path, database):
         os.chmod(written, 0o666 & ~_umask())  # the writer lets nobody but the owner read
     return ShardRecord(path.name, stop - start, path.stat().st_size, database.stat().st_size, digest.hexdigest())
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """MindRecord's errors are RuntimeErrors of many lines, with titles and a call stack. Raises Refused with the line that says why."""
+    try:
+        yield
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = next((line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)), lines[0] if lines else "no reason is given")
+        mend = "run it again when that is mended; it continues"
+        raise refuse(f"MindRecord cannot write it: {why[:300]}", str(path), mend) from error
 
 
 def _blocks(files: TokenFiles, start: int, stop: int) -> Iterator[tuple[Tokens, Tokens]]:

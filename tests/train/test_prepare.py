@@ -301,6 +301,26 @@ def test_an_id_outside_the_vocabulary_is_refused_and_nothing_written(tmp_path: P
     assert not (tmp_path / "00000.tokens").exists()
 
 
+def test_a_disk_that_is_full_is_told_in_one_line_and_the_run_goes_on_from_there(
+    tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mindspore.mindrecord import FileWriter
+
+    said = "Exception thrown from dataset pipeline.\n\n---\n- Dataset Pipeline Error Message:\n---\n[ERROR] No free disk\n\n- C++"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(FileWriter, "write_raw_data", full)
+    with pytest.raises(Refused, match="cannot write it: No free disk\n"):
+        run(options(corpus, tokenizer, tmp_path / "out"))
+    monkeypatch.undo()
+    run(options(corpus, tokenizer, tmp_path / "out"))
+    run(options(corpus, tokenizer, tmp_path / "straight"))
+    assert all_bytes(tmp_path / "out").keys() == all_bytes(tmp_path / "straight").keys()
+    assert np.array_equal(stored_rows(tmp_path / "out").ids, stored_rows(tmp_path / "straight").ids)
+
+
 def test_a_damaged_data_set_is_refused(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
     run(options(corpus, tokenizer, tmp_path / "out"))
     index = tmp_path / "out" / INDEX
