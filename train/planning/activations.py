@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from model.config import Activation, ModelConfig
 
@@ -59,6 +60,7 @@ class Kept:
     bytes_per_token: int
 
 
+@lru_cache(maxsize=1024)
 def of_rank(config: ModelConfig, tp: int) -> ModelConfig:
     """The config of what one tensor-parallel rank computes (model/parallel.py cuts its layers alike)."""
     return replace(config, heads=config.heads // tp, kv_heads=max(1, config.kv_heads // tp), ffn=config.ffn // tp)
@@ -74,6 +76,7 @@ def kept_by_layer(config: ModelConfig, seq: int, compute: int, kernels: Kernels)
         yield Kept("dropout masks", 2 * (kernels.mask or compute) * config.hidden)
 
 
+@lru_cache(maxsize=1024)
 def layer_bytes(config: ModelConfig, seq: int, compute: int, kernels: Kernels) -> int:
     """Bytes per token that one layer keeps."""
     return sum(kept.bytes_per_token for kept in kept_by_layer(config, seq, compute, kernels))

@@ -48,13 +48,32 @@ class RankParameters:
 
     def elements_of(self, *modules: str) -> int:
         """Elements of the parameters of these modules, as `k_proj` in layers.3.attention.k_proj.weight."""
-        return sum(alike.elements for alike in self.alike if alike.name.split(".")[-2:-1] and alike.name.split(".")[-2] in modules)
+        return sum(self._by_module[module] for module in modules)
+
+    @cached_property
+    def _by_module(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for alike in self.alike:
+            found.update(dict.fromkeys(alike.name.split(".")[-2:-1], alike.elements))
+        return found
 
     def state_bytes(self, is_float32: bool, ranks: int) -> int:
         """Of AdamW's moments and master weights, when `ranks` data-parallel ranks divide them."""
-        return sum(alike.count * share_of(alike.shape, is_float32, ranks, 0).state_bytes for alike in self.alike)
+        return self._shared(is_float32, ranks)[0]
 
     def divided_elements(self, is_float32: bool, ranks: int) -> int:
         """Of the parameters whose state is divided over `ranks`, the elements that one of them updates."""
-        shares = ((alike.count, share_of(alike.shape, is_float32, ranks, 0)) for alike in self.alike)
-        return sum(count * share.elements for count, share in shares if share.divided)
+        return self._shared(is_float32, ranks)[1]
+
+    def _shared(self, is_float32: bool, ranks: int) -> tuple[int, int]:
+        """Both of them, added up once."""
+        known = self._sums.get((is_float32, ranks))
+        if known is None:
+            shares = [(alike.count, share_of(alike.shape, is_float32, ranks, 0)) for alike in self.alike]
+            state = sum(count * share.state_bytes for count, share in shares)
+            known = self._sums[is_float32, ranks] = state, sum(count * share.elements for count, share in shares if share.divided)
+        return known
+
+    @cached_property
+    def _sums(self) -> dict[tuple[bool, int], tuple[int, int]]:
+        return {}

@@ -45,7 +45,9 @@ class PlannedModel:
     def shapes(self, layout: ParallelLayout, stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The parameters of a rank of this stage, each in the shape of its slice: the same shapes for every tensor-parallel rank."""
         place = Coordinates(layout.rank(stage, 0, 0), stage, 0, 0)
-        for item, piece in held_slices(self.expansion.parameters.values(), self.expansion.sizes, layout, place, self.config.tied):
+        layers = layout.layers_of(stage)  # passed on alone: large models have thousands of parameters, large plans hundreds of stages
+        near = (item for item in self.expansion.parameters.values() if item.layer is None or item.layer in layers)
+        for item, piece in held_slices(near, self.expansion.sizes, layout, place, self.config.tied):
             yield item.name, piece.shape(item.shape)
 
 

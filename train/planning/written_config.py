@@ -20,7 +20,7 @@ def config_text(
     run, layout = chosen.run, chosen.run.layout
     hosts = _hosts(layout.ranks, chosen.device.host_devices)
     tables: dict[str, dict[str, object]] = {
-        "model": {"path": str(model.folder)} | ({} if rules is None else {"rules": rules}),
+        "model": {"path": str(model.folder), **({} if rules is None else {"rules": rules})},
         "data": {"path": data, "seq_length": run.work.seq},
         "parallel": {
             "tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "micro_batches": run.micro_batches,
