@@ -152,6 +152,9 @@ def _prepare(config: TrainConfig, rank: int, ranks: int) -> _Run:
             raise Refused(f"{checkpoint.name} cannot be continued so", problems)
         progress = replace(progress, step=saved.step, sample_offset=saved.sample_offset)
         notes = [f"resumed from {checkpoint} at step {saved.step}", *changes]
+    if not trainer.agree(progress.step):
+        what = f"this rank begins at step {progress.step}, others elsewhere: `latest` changed while the ranks started"
+        raise refuse(what, f"checkpoint.folder: {config.checkpoint.folder}", "see that no other run saves there, and start again")
     trainer.steps = progress.step
     loader = open_loader(config, groups.place.data, progress.sample_offset)
     watch = Watch(config, rank, ranks, progress.step)

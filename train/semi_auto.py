@@ -33,7 +33,7 @@ from train.communication import Groups
 from train.loss_scale import LossScale
 from train.semi_auto_cell import TrainStep, loss_network, set_stages
 from train.start import Start
-from train.step import StepResult, StepSettings, Tokens, Trainer
+from train.step import StepResult, StepSettings, Tokens, Trainer, base_4096
 
 Array = np.ndarray[Any, np.dtype[Any]]
 TIED = "embedding.tokens.embedding_table"
@@ -174,6 +174,11 @@ class SemiAutoTrainer:
     def wait_for_all(self) -> None:
         """Return when every rank has called this."""
         self._sum([0.0])
+
+    def agree(self, number: int) -> bool:
+        """Whether every rank calls this with the same number; False on one rank at least where they do not."""
+        digits = base_4096(number)
+        return list(self._sum(digits)) == [digit * self.start.layout.ranks for digit in digits]
 
     def weights(self) -> Mapping[str, Tensor]:
         """This rank's slices by canonical name, in the type that the run stores, without the optimizer's cut of them."""

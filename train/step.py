@@ -125,6 +125,11 @@ class Trainer:
         """Return when every rank has called this."""
         self._sum_world(Tensor(0.0, ms.float32)).asnumpy()
 
+    def agree(self, number: int) -> bool:
+        """Whether every rank calls this with the same number; False on one rank at least where they do not."""
+        digits = base_4096(number)
+        return all(self._sum_world(Tensor(np.array(digits, np.float32))).asnumpy() == np.array(digits) * self.groups.world.size)
+
     def weights(self) -> Mapping[str, Parameter]:
         """The parameters by canonical name."""
         return {weight.name: weight for weight in self.pipeline.weights}
@@ -161,6 +166,11 @@ class Trainer:
         summed = self._sum_world(Tensor(mine)).asnumpy().astype(np.float64)
         total = int(summed[1]) * (1 << 12) + int(summed[2]) if np.isfinite(summed[1:3]).all() else 0
         return float(summed[0]) / max(total, 1), total, bool(summed[3] > 0)
+
+
+def base_4096(number: int) -> list[float]:
+    """The last four digits, whose sums over up to 4096 ranks float32 holds exactly."""
+    return [float(number >> 12 * place & 4095) for place in range(4)]
 
 
 def load_weights(stage: DecoderStage, arrays: Any, kind: FloatType) -> dict[str, Array]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from mindspore import Tensor
 
 from converter.manifest import read_manifest
@@ -17,12 +20,12 @@ from mappings.errors import Refused
 from tests.conftest import TinyFolder
 from train import checkpoint
 from train.checkpoint import resume, save_checkpoint
-from train.communication import make_groups
+from train.communication import Group, make_groups
 from train.config import ModelSettings, ParallelSettings
 from train.loss_scale import LossScale
 from train.model_source import read_model_source
 from train.start import read_start
-from train.step import StepSettings, Trainer
+from train.step import StepSettings, Trainer, base_4096
 from train.training_state import Progress, latest_checkpoint, read_state
 
 
@@ -167,6 +170,22 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(trainer: Trainer, tmp_
     monkeypatch.undo()
     assert latest_checkpoint(tmp_path).name == "step_00000001"
     resume(trainer_from(latest_checkpoint(tmp_path)), latest_checkpoint(tmp_path))
+
+
+@given(mine=st.integers(0, 1 << 40), other=st.integers(0, 1 << 40))
+@example(mine=10, other=12)
+@example(mine=4096, other=1)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ranks_that_begin_at_different_steps_notice(trainer: Trainer, mine: int, other: int) -> None:
+    """Two ranks, of which the collective is a sum of what both give."""
+    trainer.groups = replace(trainer.groups, world=Group((0, 1)))
+
+    def seen_by(here: int, there: int) -> bool:
+        vars(trainer)["_sum_world"] = lambda x: x + Tensor(np.array(base_4096(there), np.float32))
+        return trainer.agree(here)
+
+    assert (seen_by(mine, other) and seen_by(other, mine)) == (mine == other)
+    assert seen_by(mine, mine)
 
 
 def test_an_overflow_is_the_loss_scales_fault_only_while_it_can_fall(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
