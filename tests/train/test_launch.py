@@ -112,6 +112,16 @@ def test_a_signal_lets_every_rank_save_and_end(tmp_path: Path, number: signal.Si
 
 
 @pytest.mark.slow
+def test_a_second_signal_ends_every_rank_at_once(tmp_path: Path) -> None:
+    launcher = started_launcher(tmp_path)
+    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait() == 128 + signal.SIGINT
+    wait_for(lambda: not any(map(psutil.pid_exists, everybody(tmp_path))))
+    assert saved(tmp_path) == {}
+
+
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher = started_launcher(tmp_path)
     launcher.kill()
