@@ -198,7 +198,8 @@ def _what_to_do(folder: Path) -> str:
     if (folder.parent / MANIFEST).exists():
         return f"give the folder of the whole tree, {folder.parent}"
     return (
-        "for a checkpoint of MindFormers say --from DIALECT --config FILE; if hf2ms was stopped, run the same command again: it continues"
+        "if hf2ms was stopped, run the same command again: it continues; a checkpoint of MindFormers goes through "
+        "`ms2hf --from DIALECT --config FILE`"
     )
 
 

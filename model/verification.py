@@ -26,7 +26,7 @@ from converter.manifest import MANIFEST
 from converter.plan_report import fate_facts
 from converter.rank_tree import RankTree, read_rank_tree
 from converter.source_model import SourceModel, architecture_of, understand
-from mappings.errors import Refused, refuse
+from mappings.errors import Problem, Refused, refuse
 from mappings.names import fold_names
 from mappings.tables import FamilyTable, bundled_families, bundled_table, load_table
 from model.config import ModelConfig
@@ -38,6 +38,7 @@ HALF = {"bf16": "bfloat16", "fp16": "float16"}
 STORED = {"bf16": "BF16", "fp16": "F16"}
 LONGEST = 200
 FLOATS = {"F64", "F32", "F16", "BF16"}
+ANOTHER_MODEL = "give the Hugging Face folder that it was made from, or `ms-convert inspect` either"
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,32 @@ def open_sides(model: Path, target: Path, rules: str | None = None) -> Sides:
     folder = read_hf_folder(model)
     tree = _read_target(target)
     table, note = _table(folder, tree, rules)
+    if tree is not None:
+        _check_class(folder, tree)
     source = understand(folder, table, None if tree is None else tree.manifest.model.tied)
     if tree is not None:
+        _check_layers(source, tree)
         source = source.in_dialect(tree.dialect, cutting_of(tree.cut_for))
     notes = list(source.notes) + ([note] if note else [])
     if tree is not None and tree.table.text != source.table.text:
         notes.append(f"the rank tree was made with another rule table ({tree.table.where}) than it is verified with ({source.table.where})")
     return Sides(source, target, tree, tuple(notes))
+
+
+def _check_class(folder: HFFolder, tree: RankTree) -> None:
+    """Refuse a tree of another class before its word on tied embeddings is applied to the folder."""
+    architecture = architecture_of(folder.config, str(folder.path / "config.json"))
+    if architecture not in tree.table.architectures:
+        what = f"it was made from a {tree.manifest.model.family} model, and {folder.path} is a {architecture}"
+        raise Refused("the checkpoint is of another model", [Problem(what, str(tree.path), ANOTHER_MODEL)])
+
+
+def _check_layers(source: SourceModel, tree: RankTree) -> None:
+    """Refuse a tree with other layers: its layout gives the folder's no stage. What else differs is found by the checks."""
+    layers = tree.manifest.model.layers
+    if layers != source.config.layers:
+        what = f"it has {layers} layers, and {source.folder.path} has {source.config.layers}"
+        raise Refused("the checkpoint is of another model", [Problem(what, str(tree.path), ANOTHER_MODEL)])
 
 
 def _read_target(target: Path) -> RankTree | None:

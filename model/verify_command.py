@@ -19,6 +19,7 @@ OUTPUT = click.Path(dir_okay=False, writable=True, allow_dash=True)
 
 @click.command(
     cls=Command,
+    short_help="Prove that a conversion changed nothing.",
     epilog="""
 \b
 Examples:

@@ -13,6 +13,7 @@ from rich.table import Table
 from converter.display import console, duration, layout_text, printable, size
 
 MAX_DIFFERENCES = 10
+VALUE_HEADINGS = ("first index", "expected", "found", "elements", "relative error")
 
 
 @contextmanager
@@ -68,17 +69,22 @@ def _show_checks(out: Console, checks: list[dict[str, Any]]) -> None:
 def _show_differences(out: Console, differences: list[dict[str, Any]]) -> None:
     if not differences:
         return
-    table = _table("parameter", "file", "what", "first index", "expected", "found", "elements", "relative error", right=4)
-    for item in differences[:MAX_DIFFERENCES]:
-        index = str(item["first_index"]) if item["elements"] else ""
-        cells = [number(item[key]) for key in ("expected", "found")]
-        elements = f"{item['elements']:,}" if item["elements"] else ""
-        table.add_row(printable(item["name"]), printable(item["file"]), printable(item["what"]), printable(index), *cells, elements,
-                      number(item["max_relative_error"]))  # fmt: skip
+    shown = differences[:MAX_DIFFERENCES]
+    headings = ["parameter", "file", "what"]
+    compared = any(item["elements"] for item in shown)
+    table = _table(*headings, *VALUE_HEADINGS, right=4) if compared else _table(*headings)
+    for item in shown:
+        table.add_row(*(printable(item[key]) for key in ("name", "file", "what")), *(_value_cells(item) if compared else []))
     out.print(table)
     if len(differences) > MAX_DIFFERENCES:
-        out.print(f"... and {len(differences) - MAX_DIFFERENCES} more; all are in the JSON")
+        out.print(f"... and {len(differences) - MAX_DIFFERENCES} more; --json FILE has them all")
     out.print()
+
+
+def _value_cells(item: dict[str, Any]) -> list[str]:
+    index = printable(str(item["first_index"])) if item["elements"] else ""
+    elements = f"{item['elements']:,}" if item["elements"] else ""
+    return [index, number(item["expected"]), number(item["found"]), elements, number(item["max_relative_error"])]
 
 
 def number(value: float | str | None) -> str:
@@ -126,7 +132,7 @@ def _one_line(text: str) -> str:
 def _proved(facts: dict[str, Any]) -> str:
     bits = "every bit" if facts["target"]["dtype"] == "keep" else f"every bit of the cast to {facts['target']['dtype']}"
     if facts["forward"] is None:
-        return f"{bits}; not run (--forward)"
+        return f"{bits}; neither model was run (--forward runs both)"
     dtype = facts["forward"]["threshold"]["dtype"]
     return f"{bits}, every layer's computation" if dtype == "float32" else f"{bits}, every layer as near as {dtype} allows"
 

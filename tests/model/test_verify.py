@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import TinyFolder
 from tests.converter.command_line import REPOSITORY, in_process, ms_convert, refused
@@ -200,6 +201,17 @@ def test_what_cannot_be_verified_is_refused(tiny_folder: TinyFolder, tmp_path: P
     assert "config.json is missing" in refused("verify", tmp_path, source)
     (tmp_path / "notes.txt").write_text("no tensors")
     assert "not a .safetensors or .ckpt file" in refused("verify", source, tmp_path / "notes.txt")
+
+
+def test_a_checkpoint_of_another_model_is_refused_as_such(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """Fewer or more layers, another family; with a tied folder and an untied tree nothing else is blamed."""
+    source, other = tiny_folder("llama-gqa"), tiny_folder("gpt2")
+    tree = convert(source, tmp_path / "tree", "--tp", 2)
+    assert "made from a llama model" in refused("verify", other, tree)
+    for layers in (1, 5):
+        config = LlamaConfig.from_pretrained(source, num_hidden_layers=layers)
+        LlamaForCausalLM(config).save_pretrained(tmp_path / f"layers-{layers}")
+        assert "another model" in refused("verify", tmp_path / f"layers-{layers}", tree)
 
 
 def test_a_model_without_a_head_has_no_continuation_to_compare(tiny_folder: TinyFolder, tmp_path: Path) -> None:
