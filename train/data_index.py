@@ -77,7 +77,9 @@ def read_index(folder: Path) -> DataIndex:
     """Read and check the index, and that the shards are there in the sizes that it says. Raises Refused."""
     path = folder / INDEX
     if not path.is_file():
-        what = f"no {INDEX}: not a finished output of ms-train prepare-data" if folder.is_dir() else "no such folder"
+        if not folder.is_dir():
+            raise refuse("no such folder", str(folder), "make it with `ms-train prepare-data --output`, or mend the path")
+        what = f"no {INDEX}: not a finished output of ms-train prepare-data"
         raise refuse(what, str(folder), "if prepare-data was stopped, run the same command again; it continues")
     data = read_json_object(path, MAX_INDEX_BYTES, folder)
     if data.get("format_version") != FORMAT_VERSION:

@@ -25,13 +25,16 @@ weights have standard deviation 0.5: 1e-7 with float32 weights, 1.3e-3 with bflo
 """
 
 
-def note_on_first_loss(watch: Watch, loss: float, vocabulary: int) -> None:
-    """Warn of a first loss above ln(vocabulary), that of a model which gives every token the same probability."""
+def note_on_first_loss(watch: Watch, loss: float, vocabulary: int, *, compared: bool) -> None:
+    """Warn of a first loss above ln(vocabulary), that of a model which gives every token the same probability.
+
+    `compared`: it is Transformers' loss, so that the model or the data are the reason, and not the conversion.
+    """
     guess = math.log(vocabulary)
     if loss > guess:
+        advice = "Transformers finds the same" if compared else "Compare with Transformers: --check-start HF_FOLDER"
         watch.note(
-            f"warning: the first loss is {loss:.4f}, and guessing costs ln({vocabulary}) = {guess:.4f}: a trained model is below. "
-            "Compare with Transformers: --check-start HF_FOLDER"
+            f"warning: the first loss is {loss:.4f}, and guessing costs ln({vocabulary}) = {guess:.4f}: a trained model is below. {advice}"
         )
 
 

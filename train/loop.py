@@ -218,9 +218,14 @@ def _train(run_of_rank: _Run, asked: list[int]) -> bool:
             if stop and done < config.train.steps:
                 run_of_rank.watch.note(f"asked to end: saved {path}")
                 return True
+            run_of_rank.watch.note(_saved(path, last=done == config.train.steps))
     if saved_at != run_of_rank.progress.step:
-        _save(run_of_rank)
+        run_of_rank.watch.note(_saved(_save(run_of_rank), last=True))
     return False
+
+
+def _saved(path: Path, *, last: bool) -> str:
+    return f"saved {path}" + (f"   next: ms-convert ms2hf {path} -o OUT" if last else "")
 
 
 def _one_step(run_of_rank: _Run, asked: bool) -> bool:
@@ -241,7 +246,7 @@ def _one_step(run_of_rank: _Run, asked: bool) -> bool:
         trainer.wait_for_all()  # when the first rank fails the launcher ends the others, which are to have saved their batches too
         raise
     if progress.step == 0:
-        note_on_first_loss(run_of_rank.watch, result.loss, trainer.start.model.vocab)
+        note_on_first_loss(run_of_rank.watch, result.loss, trainer.start.model.vocab, compared=config.watch.check_start is not None)
     run_of_rank.progress = replace(progress, step=progress.step + 1, sample_offset=offset)
     return result.stop
 
