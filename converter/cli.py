@@ -55,6 +55,7 @@ def cli() -> None:
 
 @cli.command(
     cls=Command,
+    short_help="Convert a Hugging Face folder to MindSpore checkpoints.",
     epilog="""
 \b
 Examples:
@@ -130,6 +131,7 @@ def hf2ms(
 
 @cli.command(
     cls=Command,
+    short_help="Give the Hugging Face folder back.",
     epilog="""
 \b
 Examples:
@@ -187,6 +189,7 @@ def ms2hf(
 
 @cli.command(
     cls=Command,
+    short_help="Write .ckpt as safetensors, or the other way round.",
     epilog="""
 \b
 Examples:
@@ -213,6 +216,7 @@ def reformat(source: str, output: str | None, dry_run: bool, as_json: bool, **ch
 
 @cli.command(
     cls=Command,
+    short_help="Change names, layouts or the cut of a checkpoint.",
     epilog="""
 \b
 Examples:
@@ -262,6 +266,7 @@ def translate(checkpoint: str, output: str | None, dry_run: bool, as_json: bool,
 
 @cli.command(
     cls=Command,
+    short_help="Say what a folder or file is.",
     epilog="\b\nExamples:\n  ms-convert inspect ./Llama-3.1-8B\n  ms-convert inspect ./slices/rank_0/checkpoint_0.safetensors --all",
 )
 @click.argument("path", type=click.Path(exists=True))
@@ -278,7 +283,7 @@ def inspect(path: str, show_all: bool, as_json: bool) -> None:
     click.echo(json.dumps(facts, indent=2)) if as_json else show_inspection(facts, show_all)
 
 
-@cli.command(cls=Command, epilog="\b\nExamples:\n  ms-convert families")
+@cli.command(cls=Command, short_help="List the bundled families and their architectures.", epilog="\b\nExamples:\n  ms-convert families")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
 def families(as_json: bool) -> None:
     """List the bundled families and the Hugging Face architectures that they serve."""
@@ -288,7 +293,11 @@ def families(as_json: bool) -> None:
     click.echo(json.dumps(facts, indent=2)) if as_json else show_families(facts)
 
 
-@cli.command(cls=Command, epilog="\b\nExamples:\n  ms-convert dialects\n  ms-convert dialects mindformers@2.0 --json")
+@cli.command(
+    cls=Command,
+    short_help="List the dialects of --target, or print one.",
+    epilog="\b\nExamples:\n  ms-convert dialects\n  ms-convert dialects mindformers@2.0 --json",
+)
 @click.argument("dialect", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
 def dialects(dialect: str | None, as_json: bool) -> None:
@@ -305,6 +314,7 @@ def dialects(dialect: str | None, as_json: bool) -> None:
 
 @cli.command(
     cls=Command,
+    short_help="Print or check the rule table of a family.",
     epilog="""
 \b
 Examples:

@@ -70,6 +70,7 @@ OPTION_TABLES = {
 
 @cli.command(
     cls=Command,
+    short_help="Train in this process.",
     epilog="""
 \b
 Examples:
@@ -87,6 +88,7 @@ def run(config: str, overrides: tuple[str, ...], **flags: Any) -> int:
 
 @cli.command(
     cls=Command,
+    short_help="Train in tp x pp x dp ranks under msrun.",
     epilog="""
 \b
 Examples:
@@ -119,6 +121,7 @@ def launch(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any)
 @cli.command(
     "prepare-data",
     cls=Command,
+    short_help="Turn text into token sequences in MindRecord shards.",
     epilog="""
 \b
 Examples:
@@ -147,6 +150,7 @@ def prepare_data(inputs: tuple[str, ...], as_json: bool, **options: Any) -> None
 
 @cli.command(
     cls=Command,
+    short_help="Say which layouts of a model fit on your devices.",
     epilog="""
 \b
 Examples:
@@ -190,7 +194,7 @@ def plan(as_json: bool, write: str | None, overwrite: bool, **options: Any) -> i
     return make_plan(PlanOptions(**options), as_json=as_json, write=write, overwrite=overwrite)
 
 
-@cli.command(cls=Command)
+@cli.command(cls=Command, short_help="List every key of a config file.")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
 def settings(as_json: bool) -> None:
     """List every key of a config file: type, default, bounds, meaning."""

@@ -11,6 +11,7 @@ from converter.command_options import Command
 
 @click.command(
     cls=Command,
+    short_help="Say what here would stop a conversion or a run.",
     epilog="""
 \b
 Examples:

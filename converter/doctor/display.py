@@ -8,6 +8,7 @@ from rich.console import Console
 
 from converter.display import console, printable
 from converter.doctor.examine import Activity, Examination
+from converter.doctor.rule import Case
 from converter.findings import Finding, Severity, count
 from converter.machine.facts import Machine
 
@@ -20,6 +21,7 @@ def show_examination(examination: Examination) -> None:
     """The machine, what is wrong with it, and what can be done on it."""
     out = console()
     _show_machine(out, examination.case.machine)
+    _show_table(out, examination.case)
     show_findings(out, examination.findings)
     out.print("\n[bold]what works here[/]")
     for activity in examination.activities:
@@ -47,6 +49,15 @@ def _show_machine(out: Console, machine: Machine) -> None:
     cann = f"CANN {machine.cann.version or 'of unknown version'} in {machine.cann.home}" if machine.cann else "no CANN set up"
     devices = f"{len(machine.devices)} NPUs" + "".join(f" ({name})" for name in sorted({npu.name for npu in machine.npus}))
     out.print(f"  Ascend    {printable(cann)}, driver {printable(machine.driver or 'missing')}, {printable(devices)}")
+
+
+def _show_table(out: Console, case: Case) -> None:
+    """Which rank table was checked, so that no finding means something."""
+    if case.table is None:
+        return
+    servers = len(case.table.servers)
+    held = "" if case.machine.devices else "; checked by itself: without NPUs there is nothing here to hold it against"
+    out.print(f"  table     {printable(case.table.path)}: {servers} server{'' if servers == 1 else 's'}, {case.table.ranks} ranks{held}")
 
 
 def show_findings(out: Console, findings: Iterable[Finding]) -> None:

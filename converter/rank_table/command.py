@@ -17,12 +17,13 @@ from mappings.errors import refuse
 
 
 @click.group(
+    short_help="Make and check HCCL's rank tables.",
     epilog="""
 \b
 Examples:
   ms-convert rank-table make --servers 10.0.0.1:8,10.0.0.2:8 --device-ips 10.0.0.1=hccn1.conf --device-ips 10.0.0.2=hccn2.conf
   ms-convert rank-table check rank_table.json
-"""
+""",
 )
 def rank_table() -> None:
     """Make and check HCCL's rank table, which says what rank runs on which device."""
@@ -30,6 +31,7 @@ def rank_table() -> None:
 
 @rank_table.command(
     cls=Command,
+    short_help="Make a rank table.",
     epilog="""
 \b
 Examples:
@@ -111,7 +113,9 @@ def msrun_text(servers: Sequence[tuple[str, Sequence[int]]], port: int = DEFAULT
     return ["without a table, with MindSpore's own launcher:", *(f"  on {host}: {line}" for host, line in command_lines(servers, port))]
 
 
-@rank_table.command(cls=Command, epilog="\b\nExamples:\n  ms-convert rank-table check rank_table.json")
+@rank_table.command(
+    cls=Command, short_help="Say every problem of a rank table.", epilog="\b\nExamples:\n  ms-convert rank-table check rank_table.json"
+)
 @click.argument("file", type=click.Path())
 @click.option("--json", "as_json_text", is_flag=True, help="Print facts as JSON.")
 def check(file: str, as_json_text: bool) -> int:
