@@ -94,7 +94,8 @@ def show_plan(facts: dict[str, Any]) -> None:
     out.print(f"[bold]{printable(facts['model'])}[/]  {printable(facts['family'])}, {facts['parameters']:,} parameters")
     source = facts["source"]
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in source["dtypes"].items())
-    out.print(f"  source   {source['files']} file(s), {source['tensors']} tensors ({dtypes}), {size(source['bytes'])}")
+    read_as = "as Hugging Face: " if facts["command"] == "translate" else ""
+    out.print(f"  source   {read_as}{source['files']} file(s), {source['tensors']} tensors ({dtypes}), {size(source['bytes'])}")
     disk = "" if facts["disk"] == "rank" else f"{facts['disk']}, for "
     out.print(f"  layout   {disk}{layout_text(layout)}, {facts['format']}, dtype {facts['dtype']}")
     _show_target(out, facts["target"])
@@ -181,7 +182,7 @@ def show_restoration(facts: dict[str, Any]) -> None:
 def _show_needs(out: Console, facts: dict[str, Any]) -> None:
     needs = facts["needs"]
     written = ", ".join(f"{size(count)} {dtype}" for dtype, count in facts["bytes_by_dtype"].items())
-    out.print(f"  needs    disk {size(needs['disk'])} ({written}), memory about {size(needs['memory'])} with {needs['workers']} worker(s)")
+    out.print(f"  needs    disk {size(needs['disk'])} ({written}), memory up to {size(needs['memory'])} with {needs['workers']} worker(s)")
 
 
 @contextmanager
