@@ -61,6 +61,7 @@ oracle: $(INSTALLED) $(ORACLES:%=.cache/oracle-%/.installed) ## Upstream's conve
 	@$(call ORACLE,1.8.0,generate_mindformers_1_8)
 	@$(call ORACLE,1.3.2,generate_mindformers_1_3)
 	@$(call ORACLE,2.0.0,generate_mindformers_2_0)
+	@$(call ORACLE,2.0.0,generate_metadata_2_0)
 	@model="$$($(PY) -m tests.real_models smollm2)" && \
 	    $(call ORACLE,1.8.0,check_logits 1.8=llama 1.8-fused=llama 1.8=qwen2 1.8-fused=qwen2 "1.8=$$model" "1.8-fused=$$model")
 	@$(call ORACLE,1.3.2,check_logits 1.3=llama gpt2-1.3=gpt2)
