@@ -57,19 +57,34 @@ def straight(prepared: Path) -> Path:
     return prepared / "straight"
 
 
-def test_ten_steps_a_kill_and_ten_steps_are_twenty_steps_bit_for_bit(prepared: Path, straight: Path) -> None:
-    options = settings(prepared, "broken", parallel__dp=2)
+def killed_in_the_middle_and_resumed(prepared: Path, name: str, **layout: int) -> Path:
+    """Twenty steps, every process of them killed after ten."""
+    options = settings(prepared, name, **{f"parallel__{key}": value for key, value in layout.items()})
     process = start("launch", options, prepared)
-    wait_for(prepared / "broken" / "checkpoints" / f"step_{HALF:08}" / "manifest.json", process)
+    wait_for(prepared / name / "checkpoints" / f"step_{HALF:08}" / "manifest.json", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     finish(start("launch", options, prepared, "--resume"))
+    return prepared / name
+
+
+def assert_equal_runs(straight: Path, broken: Path) -> None:
+    """Weights, optimizer state and losses are the same bit for bit."""
     name = f"checkpoints/step_{STEPS:08}"
-    wanted, got = tensors(straight / name), tensors(prepared / "broken" / name)
-    assert wanted.keys() == got.keys()
+    wanted, got = tensors(straight / name), tensors(broken / name)
+    assert wanted.keys() == got.keys() and wanted
     different = [key for key in wanted if wanted[key].tobytes() != got[key].tobytes()]
     assert not different
-    assert losses(prepared / "broken") == losses(straight)
+    assert losses(broken) == losses(straight)
+
+
+def test_ten_steps_a_kill_and_ten_steps_are_twenty_steps_bit_for_bit(prepared: Path, straight: Path) -> None:
+    assert_equal_runs(straight, killed_in_the_middle_and_resumed(prepared, "broken", dp=2))
+
+
+def test_so_they_are_with_tensor_and_pipeline_parallel_ranks_and_a_tied_embedding_on_two_stages(prepared: Path) -> None:
+    finish(start("launch", settings(prepared, "straight-four", parallel__tp=2, parallel__pp=2), prepared))
+    assert_equal_runs(prepared / "straight-four", killed_in_the_middle_and_resumed(prepared, "broken-four", tp=2, pp=2))
 
 
 def test_sigterm_saves_and_the_run_goes_on_from_there(prepared: Path) -> None:
