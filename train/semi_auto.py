@@ -77,12 +77,16 @@ def declare_decoder(model: ModelConfig, layout: ParallelLayout, settings: StepSe
     return decoder
 
 
-def training_cell(decoder: DecoderStage, layout: ParallelLayout, settings: StepSettings) -> TrainStep:
-    """The step of a declared decoder."""
+def training_cell(decoder: DecoderStage, layout: ParallelLayout, settings: StepSettings, stage: int = 0) -> TrainStep:
+    """The step of a declared decoder, for a rank of the pipeline stage `stage`.
+
+    The compiler sends a tied table to the last stage and the gradient of its use there back to the first, where both uses' are added up.
+    """
     network = loss_network(decoder, settings.micro_batches, layout.pp)
     sharding = settings.optimizer_sharding and layout.dp * layout.tp > 1
     compiler_accumulates = settings.micro_batches > 1 and layout.ranks > 1
-    cell = TrainStep(network, settings.adamw, settings.clip_norm, compiler_accumulates, sharding)
+    elsewhere = (TIED,) if decoder.tied and stage else ()
+    cell = TrainStep(network, settings.adamw, settings.clip_norm, compiler_accumulates, sharding, elsewhere)
     cell.set_train()
     return cell
 
@@ -140,7 +144,7 @@ class SemiAutoTrainer:
         self.steps = 0
         self.pipeline = SimpleNamespace(dropout=None)
         self.stage = declare_decoder(start.model, start.layout, settings)
-        self.cell = training_cell(self.stage, start.layout, settings)
+        self.cell = training_cell(self.stage, start.layout, settings, groups.place.stage)
         compile_cell(self.cell, sequences, seq)
         self._held = self._held_parameters()
         fill(self._held, start.parameters(groups.place.rank), self._cuts())

@@ -115,9 +115,18 @@ class TrainStep(nn.Cell):
             leave the backward pass.
         optimizer_sharding: whether the compiler divides weights and optimizer state over data-parallel ranks. Then a gradient is whole
             when it leaves the backward pass; otherwise the sum of the micro-batches is in `accu_grads.*`.
+        elsewhere: weights whose gradient another stage has in full, so that here it has no part in the norm.
     """
 
-    def __init__(self, network: nn.Cell, settings: AdamWSettings, clip_norm: float, accumulates: bool, optimizer_sharding: bool) -> None:
+    def __init__(
+        self,
+        network: nn.Cell,
+        settings: AdamWSettings,
+        clip_norm: float,
+        accumulates: bool,
+        optimizer_sharding: bool,
+        elsewhere: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
         self.settings, self.clip_norm = settings, clip_norm
@@ -125,6 +134,7 @@ class TrainStep(nn.Cell):
         self.differentiate = ops.value_and_grad(network, None, self.weights)
         self.sums = self.weights.clone("accu_grads", "zeros") if accumulates else None
         self.optimizer_sharding = optimizer_sharding
+        self.in_norm = tuple(weight.name not in elsewhere for weight in self.weights)
         self.norm = GradientNorm()
         self.optimizer = CompiledAdamW(self.weights, settings)
         self.factor, self.rate, self.eps, self.decay = (_scalar(name) for name in ("factor", "rate", "eps", "decay"))
@@ -146,9 +156,13 @@ class TrainStep(nn.Cell):
         loss, gradients = self.differentiate(ids, labels)
         gradients = self.accumulated(gradients)
         scaled: Gradients = ()
-        for gradient in gradients:
-            scaled += (gradient * self.factor,)
-        norm = self.norm(scaled)
+        measured: Gradients = ()
+        for index in range(len(self.weights)):
+            gradient = gradients[index] * self.factor
+            scaled += (gradient,)
+            if self.in_norm[index]:
+                measured += (gradient,)
+        norm = self.norm(measured)
         if self.clip_norm:
             clipping = ops.minimum(self.clip_norm / (norm + 1e-6), 1.0)
             clipped: Gradients = ()

@@ -36,7 +36,8 @@ def compile_case(name: str, folder: Path) -> None:
     )
     for module in (model.ops, model.embedding, train.semi_auto_cell):
         setattr(module, "on_ascend", lambda: case.ascend)  # noqa: B010 (mypy knows no such attribute of theirs)
-    cell = training_cell(declare_decoder(case.config, case.layout, settings), case.layout, settings)
+    stage = case.layout.coordinates(get_rank()).stage
+    cell = training_cell(declare_decoder(case.config, case.layout, settings), case.layout, settings, stage)
     ids = Tensor(np.zeros((4 * case.micro_batches, SEQ), np.int32))
     try:
         _cell_graph_executor.compile(cell, ids, ids, phase="train")

@@ -32,6 +32,16 @@ def test_the_compiled_engine_refuses(values: dict[str, Any], where: str, word: s
     assert found[0].mend
 
 
+def test_everything_that_the_compiled_engine_refuses_is_said_at_once(tmp_path: Path) -> None:
+    values = {
+        "train__engine": "semi_auto", "parallel__tp": 8, "train__mode": "pynative", "precision__kind": "float16",
+        "watch__validate_every": 5,
+    }  # fmt: skip
+    found = check(config_with(tmp_path, **values), LLAMA, None)
+    expected = {"train.engine", "train.mode", "precision.kind", "watch.validate_every", "parallel.tp"}
+    assert expected == {problem.where for problem in found}
+
+
 @pytest.mark.parametrize("values", [ASCEND | {"parallel__tp": 4, "parallel__dp": 2}, {"train__engine": "semi_auto"}])
 def test_the_compiled_engine_takes(values: dict[str, Any], tmp_path: Path) -> None:
     assert not check(config_with(tmp_path, **values), replace(LLAMA, vocab=256), None)

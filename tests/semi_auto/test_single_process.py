@@ -13,6 +13,7 @@ from mindspore import ParameterTuple, Tensor, nn
 
 import model.ops
 from converter.layout import make_layout
+from converter.ms2hf import HFOptions, plan_restoration, restore
 from mappings.errors import Refused
 from model.config import ModelConfig
 from model.shard import shard_decoder
@@ -123,6 +124,41 @@ def test_a_compiled_run_goes_on_from_its_checkpoint_to_the_bit(tiny_folder: Tiny
     resume(second, path)
     for ids, labels in steps[2:]:
         assert first.step(ids, labels, 1e-3) == second.step(ids, labels, 1e-3)
+
+
+@pytest.mark.parametrize("parameters", ["float32", "bfloat16"])
+def test_either_engine_exports_the_same_folder_and_goes_on_from_the_others_checkpoint(
+    parameters: Any, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, parameters=parameters, compute="float32")
+    start = start_of(tiny_folder("llama-gqa"))
+    groups = make_groups(start.layout, 0, start.model.kv_heads)
+    trainers = {"spmd": Trainer(start, groups, settings), "semi_auto": SemiAutoTrainer(start, groups, settings, 4, 12)}
+    exported, paths = {}, {}
+    for engine, trainer in trainers.items():
+        paths[engine] = save_checkpoint(trainer, tmp_path / engine, Progress(1, 4, 0), keep=1, writers=1)
+        restore(plan_restoration(paths[engine], HFOptions()), tmp_path / f"{engine}-exported")
+        exported[engine] = (tmp_path / f"{engine}-exported/model.safetensors").read_bytes()
+    assert exported["spmd"] == exported["semi_auto"]
+    ids, labels = next(batches(1))
+    for trainer in trainers.values():
+        trainer.step(ids, labels, 1e-3)
+    paths = {
+        engine: save_checkpoint(trainer, tmp_path / engine, Progress(2, 8, 0), keep=1, writers=1) for engine, trainer in trainers.items()
+    }
+    explicit, compiled = (
+        Trainer(start_of(paths["semi_auto"]), groups, settings),
+        SemiAutoTrainer(start_of(paths["spmd"]), groups, settings, 4, 12),
+    )
+    resume(explicit, paths["semi_auto"])
+    resume(compiled, paths["spmd"])
+    for ids, labels in batches(2):
+        wanted = trainers["spmd"].step(ids, labels, 1e-3)
+        for other in (explicit, compiled):
+            result = other.step(ids, labels, 1e-3)
+            # semi_auto computes with the weights unrounded
+            assert result.loss == pytest.approx(wanted.loss, rel=1e-5 if parameters == "float32" else 1e-2)
+            assert result.norm == pytest.approx(wanted.norm, rel=1e-3 if parameters == "float32" else 5e-2)
 
 
 def test_an_operator_without_a_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
