@@ -25,7 +25,7 @@ from train.communication import make_groups
 from train.config import ModelSettings, ParallelSettings
 from train.model_source import read_model_source
 from train.optimizer import AdamWSettings
-from train.semi_auto import SemiAutoTrainer, compile_cell, declare_decoder, fill, training_cell
+from train.semi_auto import AnyTrainer, SemiAutoTrainer, compile_cell, declare_decoder, fill, training_cell
 from train.start import Start, read_start
 from train.step import StepSettings, Trainer, labels_of
 from train.training_state import Progress
@@ -133,7 +133,10 @@ def test_either_engine_exports_the_same_folder_and_goes_on_from_the_others_check
     settings = replace(SETTINGS, parameters=parameters, compute="float32")
     start = start_of(tiny_folder("llama-gqa"))
     groups = make_groups(start.layout, 0, start.model.kv_heads)
-    trainers = {"spmd": Trainer(start, groups, settings), "semi_auto": SemiAutoTrainer(start, groups, settings, 4, 12)}
+    trainers: dict[str, AnyTrainer] = {
+        "spmd": Trainer(start, groups, settings),
+        "semi_auto": SemiAutoTrainer(start, groups, settings, 4, 12),
+    }
     exported, paths = {}, {}
     for engine, trainer in trainers.items():
         paths[engine] = save_checkpoint(trainer, tmp_path / engine, Progress(1, 4, 0), keep=1, writers=1)
