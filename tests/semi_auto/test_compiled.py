@@ -140,6 +140,8 @@ def test_every_gradient_is_summed_once_a_step_over_all_ranks_that_hold_the_param
             holders = case.dp * (case.tp if whole else 1)
             if holders > 1:
                 expected[holders] += 1
+                # Computed in float32, a tied table has no cast that its two uses share: the gradient of each is summed by itself
+                expected[holders] += layout.name == TABLE and case.config.tied and case.pp == case.micro_batches == 1 and not case.ascend
         assert sizes == expected
 
 
