@@ -73,13 +73,13 @@ def test_versions_that_files_cannot_tell_apart_are_known() -> None:
 
 
 def test_parts_that_each_begin_with_their_cut_lie_together_in_each_rank() -> None:
-    composed = compose(llama(), target_named("mindformers-legacy@1.3-fused"), Cutting(3), "llama")
+    composed = compose(llama(hidden=24), target_named("mindformers-legacy@1.3-fused"), Cutting(3), "llama")
     qkv = composed.parameters["model.layers.1.attention.w_qkv.weight"]
-    assert (qkv.shape, qkv.parameter.cut, qkv.parameter.cut_axis, qkv.layer) == ((48, 12), RANK_AXIS, 0, 1)
+    assert (qkv.shape, qkv.parameter.cut, qkv.parameter.cut_axis, qkv.layer) == ((48, 24), RANK_AXIS, 0, 1)
     assert str(qkv.parameter.axes.items[0]).startswith("(@rank [q: heads@rank head_dim | k: kv_heads@rank head_dim |")
     assert composed.sizes["heads@rank"] == 2 and composed.sizes["kv_heads@rank"] == 1
-    assert composed.hf_shapes == llama().hf_shapes
-    interleaved = compose(llama(), target_named("mindformers-legacy@1.8-fused"), Cutting(3), "llama")
+    assert composed.hf_shapes == llama(hidden=24).hf_shapes
+    interleaved = compose(llama(hidden=24), target_named("mindformers-legacy@1.8-fused"), Cutting(3), "llama")
     assert interleaved.parameters["model.layers.1.attention.w_qkv.weight"].parameter.cut == "kv_heads"
 
 
