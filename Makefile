@@ -31,10 +31,10 @@ demo: $(INSTALLED) ## Real weights to MindSpore ranks and back, compared bit for
 	@$(PY) -m tests.demo $(if $(MODEL),--model "$(MODEL)") $(if $(TP),--tp $(TP)) $(if $(PP),--pp $(PP)) $(if $(OUT),--out "$(OUT)")
 
 test: lint ## Everything that CI runs: ruff, mypy --strict, pytest
-	$(PY) -m pytest --numprocesses=$(JOBS) --dist=loadgroup $(PYTEST)
+	$(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile $(PYTEST)
 
 quick: $(INSTALLED) ## The tests that take no real weights and no second process
-	$(PY) -m pytest --numprocesses=$(JOBS) --dist=loadgroup -m "not slow" $(PYTEST)
+	$(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile -m "not slow" $(PYTEST)
 
 lint: $(INSTALLED) ## ruff and mypy --strict
 	$(PY) -m ruff check .

@@ -20,7 +20,7 @@ from tests.train.worker import Case
 
 Tokens = npt.NDArray[np.int32]
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train-parity")]  # one process makes what all its tests look at
+pytestmark = pytest.mark.slow
 
 STEPS = 20
 BATCH, SEQ = 8, 16

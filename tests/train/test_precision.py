@@ -14,7 +14,7 @@ from tests.train.jobs import run_cases
 from tests.train.torch_training import train
 from tests.train.worker import Case
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train-precision")]  # one process makes what all its tests look at
+pytestmark = pytest.mark.slow
 
 MODEL = "llama-uneven-vocab-tied"
 CHANGES: dict[str, Any] = {"num_hidden_layers": 4}

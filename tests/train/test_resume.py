@@ -19,7 +19,7 @@ from tests.tiny_models import save_tiny
 from tests.train.corpora import random_texts, save_tokenizer
 from tests.train.running import STEPS, finish, losses, prepare, settings, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train-resume")]  # one process makes what all its tests look at
+pytestmark = pytest.mark.slow
 
 HALF = STEPS // 2
 

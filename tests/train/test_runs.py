@@ -19,7 +19,7 @@ from tests.tiny_models import save_tiny
 from tests.train.corpora import random_texts, save_tokenizer, stored_rows
 from tests.train.running import finish, losses, metrics, prepare, settings, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train-runs")]  # one process makes what all its tests look at
+pytestmark = pytest.mark.slow
 
 UNEVEN = 403
 """Rows of the embedding, which tp 2 must pad."""
