@@ -47,6 +47,12 @@ class LazyGroup(click.Group):
         return command
 
 
+def _check_output(output: str | None, dry_run: bool) -> None:
+    """Raises UsageError for a command that would write and has no folder to write to."""
+    if output is None and not dry_run:
+        raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
+
+
 @click.group(cls=LazyGroup, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="ms-convert")
 def cli() -> None:
@@ -124,8 +130,7 @@ def hf2ms(
     """Convert a Hugging Face folder MODEL to MindSpore checkpoints, by default slices with one folder per rank."""
     from converter.run import run_hf2ms
 
-    if output is None and not dry_run:
-        raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
+    _check_output(output, dry_run)
     run_hf2ms(model, output, rules_file, dry_run=dry_run, as_json=as_json, file_format=file_format, **choices)
 
 
@@ -177,8 +182,7 @@ def ms2hf(
     """
     from converter.run import run_foreign, run_ms2hf
 
-    if output is None and not dry_run:
-        raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
+    _check_output(output, dry_run)
     if from_dialect is not None:
         run_foreign(slices, output, from_dialect, config, strategy, source_tp, dry_run=dry_run, as_json=as_json, **choices)
         return
@@ -209,8 +213,7 @@ def reformat(source: str, output: str | None, dry_run: bool, as_json: bool, **ch
     """Write SOURCE, any MindSpore checkpoint or a folder of them, in MindSpore's other format: .ckpt or safetensors, bit for bit."""
     from converter.run_reformat import run_reformat
 
-    if output is None and not dry_run:
-        raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
+    _check_output(output, dry_run)
     run_reformat(source, output, dry_run=dry_run, as_json=as_json, **choices)
 
 
@@ -259,8 +262,7 @@ def translate(checkpoint: str, output: str | None, dry_run: bool, as_json: bool,
     """
     from converter.run_translate import run_translate
 
-    if output is None and not dry_run:
-        raise click.UsageError("Missing option '-o' / '--output' (or say --dry-run).")
+    _check_output(output, dry_run)
     run_translate(checkpoint, output, dry_run=dry_run, as_json=as_json, **choices)
 
 
